@@ -1,0 +1,229 @@
+"""Every collective, plain and as autograd pairs; the only file in which CPU (gloo) and GPU (NCCL) differ.
+
+Facts of gloo that are met here (torch 2.13, measured): it sums bf16 in bf16 with a result that depends on the
+element's position, so 16-bit floats are summed in fp32; its reduce-scatter and all-gather are several times slower
+than all-to-all plus a local sum in rank order, and than point-to-point into slices; and it refuses FP8 types except
+point-to-point.
+
+Each autograd function names its conjugate, the collective of its backward pass:
+
+    copy_to     identity        <->  reduce_from  all-reduce
+    gather_from all-gather      <->  scatter_to   reduce-scatter
+    split_to    local slice     <->  join_from    all-gather
+
+A collective over an axis of size 1 is the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megafp8.parallel.mesh import Mesh
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NARROW = (torch.bfloat16, torch.float16)
+
+# Renamed in torch 2.13; the old names still work there but warn.
+_library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Group = dist.ProcessGroup | None
+
+
+def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+    """Reduce `tensor` (any shape, contiguous) over `group` in place by "sum", "max" or "min"; return it.
+
+    On a CPU 16-bit floats are summed in fp32 and rounded once.
+    """
+    if group is None:
+        return tensor
+    if op == "sum" and tensor.dtype in _NARROW and not _by_library(tensor):
+        wide = tensor.float()
+        dist.all_reduce(wide, group=group)
+        return tensor.copy_(wide)
+    dist.all_reduce(tensor, _OPS[op], group=group)
+    return tensor
+
+
+def start_all_reduce_(tensor: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start summing `tensor` (fp32 or fp64, contiguous) in place; `.wait()` on what is returned, if anything."""
+    assert tensor.dtype not in _NARROW, "gloo sums 16-bit floats in 16 bits"
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def broadcast_(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
+    """Overwrite `tensor` (contiguous) by that of the group's rank `source`, in place; return it."""
+    if group is not None:
+        dist.broadcast(_as_bytes(tensor), group=group, group_src=source)
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+    """Concatenate the ranks' equally shaped tensors along `dim`, in rank order; any dtype."""
+    if group is None:
+        return tensor
+    size = dist.get_world_size(group)
+    source = tensor.contiguous()
+    pieces = source.new_empty((size, *source.shape))
+    if _by_library(source):
+        _library_all_gather(_as_bytes(pieces), _as_bytes(source).unsqueeze(0), group=group)
+    else:
+        _exchange_pieces(pieces, source, group)
+    if dim == 0:
+        return pieces.flatten(0, 1)
+    shape = list(source.shape)
+    shape[dim] *= size
+    return pieces.movedim(0, dim).reshape(shape)
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
+    """Sum the ranks' tensors and return this rank's part of the sum along `dim`, in the tensor's dtype.
+
+    On a CPU the sum is taken in rank order, in fp32 (fp64 for fp64), and rounded once.
+    """
+    if group is None:
+        return tensor
+    size = dist.get_world_size(group)
+    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
+    parts = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).contiguous()
+    if _by_library(parts):
+        out = torch.empty_like(parts[0])
+        _library_reduce_scatter(out.unsqueeze(0), parts, group=group)
+        return out
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    total = received[0].float() if tensor.dtype in _NARROW else received[0]
+    for piece in received[1:]:
+        total += piece
+    return total.to(tensor.dtype)
+
+
+def _by_library(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda  # NCCL's own calls are right and fast
+
+
+def _exchange_pieces(pieces: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Point-to-point all-gather of `source` into the rows of `pieces`."""
+    rank = dist.get_rank(group)
+    others = [peer for peer in range(len(pieces)) if peer != rank]
+    works = [dist.irecv(pieces[peer], group=group, group_src=peer) for peer in others]
+    works += [dist.isend(source, group=group, group_dst=peer) for peer in others]
+    pieces[rank].copy_(source)
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Collectives that only move data need not know FP8 types, which the libraries refuse.
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _my_slice(tensor: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+    size = mesh.size(axis)
+    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {axis} {size}"
+    step = tensor.shape[dim] // size
+    return tensor.narrow(dim, mesh.coord(axis) * step, step).contiguous()
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+        ctx.group = mesh.group(axis)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return all_reduce_(_fresh(grads[0]), ctx.group), None, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+        return all_reduce_(_fresh(x), mesh.group(axis))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = mesh.group(axis), dim
+        return all_gather(x, ctx.group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = mesh.group(axis), dim
+        return reduce_scatter(x, ctx.group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return all_gather(grads[0], ctx.group, ctx.dim), None, None, None
+
+
+class _SplitTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = mesh.group(axis), dim
+        return _my_slice(x, mesh, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return all_gather(grads[0], ctx.group, ctx.dim), None, None, None
+
+
+class _JoinFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+        ctx.mesh, ctx.axis, ctx.dim = mesh, axis, dim
+        return all_gather(x, mesh.group(axis), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _my_slice(grads[0], ctx.mesh, ctx.axis, ctx.dim), None, None, None
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    # Autograd owns gradients and inputs: never reduce them in place.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copy_to(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+    """Enter a region where the ranks of `axis` do different work on the same x. Conjugate: all-reduce."""
+    return x if mesh.size(axis) == 1 else _CopyTo.apply(x, mesh, axis)
+
+
+def reduce_from(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+    """Sum the ranks' partial results; all get the sum. Conjugate: identity."""
+    return x if mesh.size(axis) == 1 else _ReduceFrom.apply(x, mesh, axis)
+
+
+def gather_from(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+    """Concatenate shards along `dim` for ranks that go on with different work. Conjugate: reduce-scatter."""
+    return x if mesh.size(axis) == 1 else _GatherFrom.apply(x, mesh, axis, dim)
+
+
+def scatter_to(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+    """Sum partial results and keep this rank's shard along `dim`. Conjugate: all-gather."""
+    return x if mesh.size(axis) == 1 else _ScatterTo.apply(x, mesh, axis, dim)
+
+
+def split_to(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+    """Keep this rank's shard along `dim` of an x that all ranks hold. Conjugate: all-gather."""
+    return x if mesh.size(axis) == 1 else _SplitTo.apply(x, mesh, axis, dim)
+
+
+def join_from(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
+    """Concatenate shards along `dim` for ranks that go on with the same work. Conjugate: local slice."""
+    return x if mesh.size(axis) == 1 else _JoinFrom.apply(x, mesh, axis, dim)

@@ -1,0 +1,110 @@
+"""How a process learns its rank and joins the others: torchrun's or Slurm's variables, passed in as a mapping.
+
+The environment itself is read by the caller, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megafp8.core.errors import ConfigError
+
+# Below Linux's ephemeral ports (32768 up), above the registered services that clusters commonly run.
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """What the launcher says: global rank, number of processes, rank on this node, and where to meet."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+
+def read_launch(env: Mapping[str, str]) -> LaunchInfo:
+    """Read torchrun's variables, else those of a Slurm step (srun), else: one process.
+
+    A Slurm batch script that did not use srun is one process, though SLURM_NTASKS may say more.
+
+    Raises:
+        ConfigError: a variable is missing or not a number, or the rank is not below the world size.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        missing = [name for name in (*names, "MASTER_ADDR") if not env.get(name)]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} not set, but RANK or WORLD_SIZE is; start with torchrun or srun")
+        address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
+    elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
+        in_range = _FIRST_PORT + _integer(env, "SLURM_JOB_ID") % _NUM_PORTS
+        port = _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else in_range
+    else:
+        return LaunchInfo()
+    info = LaunchInfo(*(_integer(env, name) for name in names[:3]), address=address, port=port)
+    if not 0 <= info.rank < info.world:
+        raise ConfigError(f"{names[0]} = {info.rank} is not in 0..{info.world - 1} ({names[1]} = {info.world})")
+    return info
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: "dgx[003-008,011],x1" -> "dgx003".
+
+    Raises:
+        ConfigError: the list is empty or of an unknown form.
+    """
+    match = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
+    if not match:
+        raise ConfigError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host; set MASTER_ADDR to rank 0's host")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env.get(name, ""))
+    except ValueError:
+        raise ConfigError(f"{name} = {env.get(name)!r} is not a number; start with torchrun or srun") from None
+
+
+def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: int = 600) -> LaunchInfo:
+    """Join the other processes that `env` tells of; nothing is done if there are none.
+
+    On CUDA, tensors travel by NCCL and what lies in host memory by gloo.
+
+    Raises:
+        ConfigError: as `read_launch`, or more local ranks than GPUs.
+    """
+    info = read_launch(env)
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        if info.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {info.local_rank} has no GPU: {torch.cuda.device_count()} visible; "
+                "start as many processes a node as it has GPUs"
+            )
+        torch.cuda.set_device(info.local_rank)
+    if info.world > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            init_method=f"tcp://{info.address}:{info.port}",
+            rank=info.rank,
+            world_size=info.world,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    return info
+
+
+def shutdown() -> None:
+    """Leave the other processes; harmless if there are none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Tests that start real processes, all through `ranks.run_ranks`."""
