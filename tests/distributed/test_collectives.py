@@ -48,6 +48,7 @@ def narrow_sum(rank: int, world: int) -> None:
     # 256 + 1 + 1 + 1 = 259 rounds to 260 in bf16 (8 bits: spacing 2 above 256), but bf16 additions stay at 256.
     x = torch.full((64,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     assert c.all_reduce_(x.clone(), dist.group.WORLD).eq(260).all()
+    assert c.all_reduce_(x[:63].clone(), dist.group.WORLD).eq(260).all()  # does not divide by 4
     assert c.reduce_scatter(x, dist.group.WORLD).eq(260).all()
 
 

@@ -1,0 +1,172 @@
+"""GradBuckets: main gradients in fp32, contiguous, summed over the replicas while backward is still running.
+
+Gradients arrive by a hook on each parameter; the optimizer reads `param.main_grad`. What a gradient means (which
+loss, which scale) is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megafp8.core.layout import layout_of
+from megafp8.parallel.collectives import start_all_reduce_
+from megafp8.parallel.mesh import Mesh
+
+REPLICA_AXES = ("dp", "cp")
+
+# gloo's throughput falls above 16 MB (measured); NCCL wants no less than tens of MB, but overlaps them as well.
+BUCKET_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose main gradients lie side by side and are summed over the same ranks in one call."""
+
+    names: list[str]
+    params: list[torch.nn.Parameter]
+    flat: torch.Tensor
+    group: dist.ProcessGroup | None
+    waiting: set[str] = field(default_factory=set)
+    work: dist.Work | None = None
+
+
+class GradBuckets:
+    """The main gradients of all parameters of this rank.
+
+    A step is: `zero_()`; backward of each micro-batch, all but the last inside `no_sync()`; `finish()`. Then
+    `param.main_grad` (local shape, fp32, fp64 for fp64 parameters) is the sum over micro-batches, over dp and cp,
+    and over the axes that the parameter's `layout.grad_sum` names. `param.grad` is freed as it arrives.
+
+    Buckets are filled in backward order and reduced in one fixed order on all ranks, each as soon as it and those
+    before it are full. A parameter that got no gradient counts as zero and is reduced at `finish()`, so ranks that
+    used different parameters do not wait for each other for ever.
+
+    Attributes:
+        events: since `zero_()`: ("gradient", parameter name), ("reduce", bucket number), ("finish", 0) in order.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, torch.nn.Parameter]],
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.events: list[tuple[str, str | int]] = []
+        self._sync = True
+        self._next = 0  # the bucket whose turn it is
+        self._untouched: dict[str, torch.nn.Parameter] = {}
+        self._buckets = _make_buckets(_backward_order(named_params), mesh, dtype, bucket_bytes)
+        for number, bucket in enumerate(self._buckets):
+            for name, param in zip(bucket.names, bucket.params, strict=True):
+                param.register_post_accumulate_grad_hook(self._hook(number, name))
+        self.zero_()
+
+    @property
+    def num_buckets(self) -> int:
+        """How many reductions a step makes."""
+        return len(self._buckets)
+
+    def zero_(self) -> None:
+        """Begin a step: the next gradients overwrite what is there (nothing is written now)."""
+        assert all(bucket.work is None for bucket in self._buckets), "finish() comes before the next zero_()"
+        self.events.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.names)
+            self._untouched.update(zip(bucket.names, bucket.params, strict=True))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are only added up: for every micro-batch but the last."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def finish(self) -> None:
+        """End a step: reduce what is left, wait for all; afterwards every `param.main_grad` is final."""
+        while self._next < len(self._buckets):
+            self._reduce_next()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self.events.append(("finish", 0))
+
+    def _hook(self, number: int, name: str) -> Callable[[torch.Tensor], None]:
+        def take(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            assert self._next <= number, f"a gradient of {name} came after its bucket was reduced"
+            if self._untouched.pop(name, None) is not None:
+                param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
+            else:
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            param.grad = None
+            self.events.append(("gradient", name))
+            if self._sync:
+                self._buckets[number].waiting.discard(name)
+                self._reduce_full()
+
+        return take
+
+    def _reduce_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        for name, param in zip(bucket.names, bucket.params, strict=True):
+            if self._untouched.pop(name, None) is not None:
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+        self.events.append(("reduce", self._next))
+        bucket.work = start_all_reduce_(bucket.flat, bucket.group)
+        self._next += 1
+
+
+def _backward_order(
+    named_params: Sequence[tuple[str, torch.nn.Parameter]],
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Last used first; a parameter tied to two names stands at its first use, where backward ends with it."""
+    once: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for name, param in named_params:
+        if param.requires_grad:
+            once.setdefault(id(param), (name, param))
+    return list(once.values())[::-1]
+
+
+def _make_buckets(
+    ordered: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, dtype: torch.dtype, bucket_bytes: int
+) -> list[_Bucket]:
+    """Cut the parameters of each (dtype, axes to sum over) into buckets; order them by when they are full."""
+    kinds: dict[tuple[torch.dtype, tuple[str, ...]], list[list[int]]] = {}
+    room: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
+    for position, (_, param) in enumerate(ordered):
+        kind = (torch.float64 if param.dtype == torch.float64 else dtype, layout_of(param).grad_sum)
+        needed = param.numel() * kind[0].itemsize
+        runs = kinds.setdefault(kind, [])
+        if room.get(kind, 0) < needed:
+            runs.append([])
+            room[kind] = bucket_bytes
+        runs[-1].append(position)
+        room[kind] -= needed
+    cut = [(positions, kind) for kind, runs in kinds.items() for positions in runs]
+    cut.sort(key=lambda item: item[0][-1])
+    return [_fill([ordered[i] for i in positions], mesh, *kind) for positions, kind in cut]
+
+
+def _fill(
+    members: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, dtype: torch.dtype, grad_sum: tuple[str, ...]
+) -> _Bucket:
+    names, params = [name for name, _ in members], [param for _, param in members]
+    flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.main_grad = part.view(param.shape)  # type: ignore[attr-defined]
+    return _Bucket(names, params, flat, mesh.group_of(REPLICA_AXES + grad_sum))
