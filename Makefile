@@ -1,0 +1,62 @@
+# make setup   virtual environment with pinned dependencies in .venv (again: does nothing)
+# make demo    text -> tokenizer -> tokens -> BF16 and FP8 training -> report -> Hugging Face export
+# make test    lint, types, and every test that is not slow
+#
+# PYTHON=python3.12   the interpreter to build .venv with
+# GPU=1               also install Transformer Engine (needs NVIDIA's CUDA toolkit: nvcc)
+SHELL := /bin/bash
+PYTHON ?= python3
+GPU ?= 0
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
+WORKERS ?= 2
+# one thread a process: the tests start processes of their own, and threads would fight over the cores
+TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 MPLBACKEND=Agg $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=15
+
+.PHONY: setup demo test test-all bench lint types format clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+$(READY): setup.py requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "make setup: $(PYTHON) is missing or older than 3.10; install Python >= 3.10 or name one: make setup PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make setup: $(PYTHON) has no venv module; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
+	@if [ "$(GPU)" = 1 ] && ! command -v nvcc >/dev/null; then \
+	  echo "make setup: GPU=1 builds Transformer Engine and needs nvcc of NVIDIA's CUDA toolkit on PATH" >&2; exit 2; fi
+	@echo "setup: $(VENV) with $$($(PYTHON) -V) (the first time downloads PyTorch and takes minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable '.[dev]' setuptools
+	@# megatron-core is what tests compare file formats with; where it does not install, those tests say so
+	@$(PIP) --no-deps megatron-core || echo "setup: megatron-core did not install; the tests against it are left out"
+	@if [ "$(GPU)" = 1 ]; then $(PIP) --no-build-isolation --editable '.[gpu]'; fi
+	@touch $@
+	@echo "setup: done; source $(VENV)/bin/activate, then: megafp8 --help"
+
+demo: $(READY)
+	@PATH="$(abspath $(VENV))/bin:$$PATH" bash examples/tiny_cpu/launch.sh
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+format: $(READY)
+	$(PY) -m ruff check --fix-only . && $(PY) -m ruff format .
+
+types: $(READY)
+	$(PY) -m mypy
+
+test: lint types
+	$(TEST) -m "not slow and not gpu" tests
+
+test-all: lint types
+	$(TEST) tests
+
+bench: $(READY)
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
