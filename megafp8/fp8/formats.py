@@ -1,0 +1,162 @@
+"""Number formats: E4M3, E5M2, E8M0, E2M1 and BF16, their limits, tables and saturating casts.
+
+No scale lives here (that is a recipe's business) and no GEMM. The casts follow what NVIDIA's `cuda_fp8.hpp` does
+under SATFINITE: round to nearest even, anything beyond the largest value (and infinity) becomes that value, NaN
+stays NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A small floating-point format.
+
+    Attributes:
+        name: as people write it, e.g. "E4M3".
+        exponent_bits, mantissa_bits: a sign bit comes on top (E8M0 has none).
+        bias: what is subtracted from the exponent field.
+        max: largest finite value; casts saturate to it.
+        dtype: torch's dtype that holds the codes, None where torch has none.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    dtype: torch.dtype | None
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value, log2."""
+        return -self.bias if not self.signed else 1 - self.bias
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest(self) -> float:
+        """Smallest value above zero (a subnormal where the format has them)."""
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+
+
+# OCP 8-bit Floating Point Specification rev. 1.0: E4M3 spends no code on infinity, E5M2 is IEEE-like.
+E4M3 = Format("E4M3", 4, 3, 7, 448.0, torch.float8_e4m3fn)
+E5M2 = Format("E5M2", 5, 2, 15, 57344.0, torch.float8_e5m2)
+# OCP Microscaling Formats rev. 1.0: a scale, powers of two only, code 255 is NaN.
+E8M0 = Format("E8M0", 8, 0, 127, 2.0**127, torch.float8_e8m0fnu, signed=False)
+E2M1 = Format("E2M1", 2, 1, 1, 6.0, None)
+BF16 = Format("BF16", 8, 7, 127, 3.3895313892515355e38, torch.bfloat16)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E8M0, E2M1, BF16)}
+
+
+def clamp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`x` as fp32, limited to the finite range of `fmt`; NaN stays NaN. fp32, same shape."""
+    return x.float().clamp(-fmt.max, fmt.max)
+
+
+def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Round to nearest even and saturate.
+
+    Args:
+        x: any floating dtype, any shape; taken to fp32 first.
+
+    Returns:
+        Codes of dtype `fmt.dtype`, same shape. Not for E2M1 and E8M0, see `encode_e2m1`, `encode_e8m0`.
+    """
+    assert fmt.dtype is not None and fmt.signed, f"{fmt.name} has no direct cast"
+    # torch's own cast overflows to infinity (E5M2) or, in old releases, NaN (E4M3): clamp before the cast
+    return clamp(x, fmt).to(fmt.dtype)
+
+
+def round_to(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """fp32 `x` rounded to the values of `fmt` by arithmetic, equal to `cast(x, fmt).float()` bit for bit.
+
+    Exists because compilers vectorise it, which they do not do for torch's E5M2 cast: 0.3 instead of 2 ns a value.
+    The unit in the first place by Rump, Ogita, Oishi (2008), algorithm 3.6: needs no FMA contraction. Adding and
+    taking away 1.5 * 2^23 units of the last kept place makes fp32's own rounding the one we want.
+
+    Args:
+        x: fp32, any shape.
+    """
+    v = x.clamp(-fmt.max, fmt.max)
+    q = v.abs().clamp(min=fmt.smallest_normal) * (2.0**23 + 1.0)
+    first_place = q - q * (1.0 - 2.0**-24)
+    push = first_place * (1.5 * 2.0 ** (23 - fmt.mantissa_bits))
+    return torch.copysign((v + push) - push, v)
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to E2M1 codes 0..15 in the low nibble of uint8, same shape; saturates, ties to even, NaN to +6.
+
+    Source: NVIDIA `cuda_fp4.hpp`, `__nv_cvt_float_to_fp4` with round-to-nearest.
+    """
+    magnitude = torch.nan_to_num(x.float().abs(), nan=6.0, posinf=6.0)
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    # midpoints between neighbours; a tie goes to the even code, so a midpoint above an odd code rounds up
+    for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        above = magnitude >= midpoint if index % 2 else magnitude > midpoint
+        code += above.to(torch.uint8)
+    return code | ((torch.signbit(x) & ~torch.isnan(x)).to(torch.uint8) << 3)
+
+
+def encode_e8m0(x: torch.Tensor) -> torch.Tensor:
+    """Non-negative fp32 to the E8M0 code of the next power of two upwards, uint8, same shape.
+
+    NaN gives 255, infinity 254, 0 gives 0. Source: Transformer Engine `float_to_e8m0`, util/ptx_arch_spec.cuh.
+    """
+    bits = x.float().contiguous().view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    stays = (mantissa == 0) | (exponent == 254) | ((exponent == 0) & (mantissa <= 0x400000))
+    code = torch.where(stays, exponent, exponent + 1)
+    code = torch.where(torch.isinf(x), 254, code)
+    return torch.where(torch.isnan(x), 255, code).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=None)
+def table(fmt: Format) -> torch.Tensor:
+    """The value of every code of a format of at most 8 bits, fp32 [2**bits]; NaN and infinity where they are."""
+    assert fmt.bits <= 8, f"{fmt.name} has 2**{fmt.bits} codes"
+    codes = torch.arange(2**fmt.bits, dtype=torch.int64)
+    exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
+    fraction = (codes & (2**fmt.mantissa_bits - 1)).double() / 2**fmt.mantissa_bits
+    if not fmt.signed:
+        return torch.where(codes == 255, math.nan, torch.exp2((codes - fmt.bias).double())).float()
+    normal = torch.exp2((exponent - fmt.bias).double()) * (1.0 + fraction)
+    value = torch.where(exponent == 0, fmt.smallest_normal * fraction, normal)
+    if fmt == E5M2:
+        special = torch.where(fraction == 0, math.inf, math.nan)
+        value = torch.where(exponent == 31, special.double(), value)
+    if fmt == E4M3:
+        value = torch.where((codes & 0x7F) == 0x7F, math.nan, value)
+    return torch.where(codes >> (fmt.bits - 1) == 1, -value, value).float()
+
+
+def finite_values(fmt: Format) -> torch.Tensor:
+    """The distinct finite values in rising order, fp32; both zeros count once."""
+    values = table(fmt)
+    return torch.unique(values[torch.isfinite(values)] + 0.0)
+
+
+def nearest_value(value: float, fmt: Format) -> float:
+    """What `value` becomes in `fmt` with scale 1."""
+    x = torch.tensor([value], dtype=torch.float32)
+    if fmt == E2M1:
+        return float(table(fmt)[encode_e2m1(x).long()])
+    if fmt == E8M0:
+        return float(table(fmt)[encode_e8m0(x.abs()).long()])
+    return float(cast(x, fmt).float())

@@ -1,0 +1,187 @@
+"""A linear layer's three GEMMs in FP8 as one autograd function, and the state that goes with a layer.
+
+The layer itself (its parameters, its parallelism) lives in nn. Master weights stay in high precision; the gradient
+passes straight through the quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megafp8.fp8.backend import Backend
+from megafp8.fp8.formats import Format
+from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.recipe import ROLES, Recipe, TensorSpec
+
+Observer = Callable[[str, torch.Tensor, QuantizedTensor, torch.Tensor], None]
+
+
+@dataclass
+class RoleState:
+    """One tensor of a layer: its spec and, for a recipe with memory, `amax_history` [L] and `scale` [1], fp32."""
+
+    spec: TensorSpec
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        return self.tensors.get("scale")
+
+    def record(self, amax: torch.Tensor) -> None:
+        """Fold the amax [1] of a tensor of this micro-batch into the history's running entry."""
+        if "amax_history" in self.tensors:
+            running = self.tensors["amax_history"][:1]
+            torch.maximum(running, amax, out=running)
+
+
+@dataclass(frozen=True)
+class _CachedWeight:
+    quantized: QuantizedTensor
+    amax: torch.Tensor
+    key: tuple[Any, ...]
+    recorded: bool
+
+
+@dataclass(eq=False)
+class LinearState:
+    """What FP8 remembers of one linear layer.
+
+    Attributes:
+        name: the module's name, for statistics and checkpoints.
+        observer: called with (role, x, quantized, amax) at every quantization while statistics are armed.
+    """
+
+    name: str
+    recipe: Recipe
+    backend: Backend
+    device: torch.device | str = "cpu"
+    observer: Observer | None = None
+    roles: dict[str, RoleState] = field(init=False)
+    _cached: _CachedWeight | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.roles = {r: RoleState(self.recipe.spec(r), self.recipe.new_state(self.device)) for r in ROLES}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`{"input.scale": ...}`: fp32, live; load a checkpoint by copying into them, then drop the weight cache."""
+        return {f"{r}.{key}": tensor for r, role in self.roles.items() for key, tensor in role.tensors.items()}
+
+    def drop_weight_cache(self) -> None:
+        """Forget the quantized weight; call it when the weight or the scales were replaced."""
+        self._cached = None
+
+    def quantize(self, role: str, x: torch.Tensor, *, record: bool) -> QuantizedTensor:
+        """Quantize `x` [M, K] in `role`, with its amax into the history if `record`."""
+        quantized, amax = self.backend.quantize(x, self.roles[role].spec, self.roles[role].scale)
+        if record:
+            self.roles[role].record(amax)
+        if self.observer is not None:
+            self.observer(role, x, quantized, amax)
+        return quantized
+
+    def quantized_weight(self, weight: torch.Tensor, *, record: bool) -> QuantizedTensor:
+        """The weight [N, K], quantized once until the cache is dropped or the weight changes in place.
+
+        Its amax counts once for each quantization, in the first pass that records (an evaluation before it may
+        have done the quantization: it must leave no trace).
+        """
+        key = (weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version)
+        cached = self._cached
+        if cached is None or cached.key != key:
+            role = self.roles["weight"]
+            quantized, amax = self.backend.quantize(weight.detach(), role.spec, role.scale)
+            cached = _CachedWeight(quantized, amax, key, recorded=False)
+        if record and not cached.recorded:
+            self.roles["weight"].record(cached.amax)
+            cached = replace(cached, recorded=True)
+        if self.observer is not None:
+            self.observer("weight", weight, cached.quantized, cached.amax)
+        self._cached = cached
+        return cached.quantized
+
+
+@torch.compiler.disable(recursive=False)
+def quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: LinearState
+) -> torch.Tensor:
+    """`x @ weight.T + bias` with all three GEMMs in FP8.
+
+    Args:
+        x: [..., K], bf16 (or wider).
+        weight: [N, K]; may be a view of the parameter.
+        bias: [N] or None; added in high precision.
+        state: of this layer; its amaxes are recorded only while gradients are enabled.
+
+    Returns:
+        [..., N] in `x`'s dtype. The gradients come in the dtypes of `x`, `weight` and `bias`.
+    """
+    y: torch.Tensor = _QuantizedLinear.apply(x, weight, bias, state, torch.is_grad_enabled())
+    return y
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: LinearState,
+        record: bool,
+    ) -> torch.Tensor:
+        x_quantized = state.quantize("input", x.detach().reshape(-1, x.shape[-1]), record=record)
+        w_quantized = state.quantized_weight(weight, record=record)
+        # through save_for_backward, so that activation recompute can free and remake it
+        ctx.save_for_backward(x_quantized.data, x_quantized.scale_inv)
+        ctx.state, ctx.weight, ctx.x_format = state, w_quantized, x_quantized.format
+        ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        y = state.backend.fprop(x_quantized, w_quantized, bias, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        state: LinearState = ctx.state
+        x_format: Format = ctx.x_format
+        grad = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
+        # one quantization serves both GEMMs
+        quantized = state.quantize("grad_output", grad, record=True)
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = state.backend.dgrad(quantized, ctx.weight, x_dtype).view(ctx.x_shape)
+        if ctx.needs_input_grad[1]:
+            x = QuantizedTensor(*ctx.saved_tensors, x_format)
+            dw = state.backend.wgrad(quantized, x, weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None
+
+
+@torch.no_grad()
+def update_states(states: Iterable[LinearState], group: dist.ProcessGroup | None = None) -> None:
+    """End a micro-batch after its backward: reduce the amaxes, roll the histories, compute the next scales.
+
+    With `group`, one MAX all-reduce for all tensors, forward and backward, of recipes that share amaxes; every
+    rank of it must pass the same layers. Recipes without memory are left alone.
+    """
+    by_recipe: dict[Recipe, list[RoleState]] = {}
+    for state in states:
+        if any(role.tensors for role in state.roles.values()):
+            by_recipe.setdefault(state.recipe, []).extend(state.roles.values())
+    if not by_recipe:
+        return
+    recipes = sorted(by_recipe, key=lambda recipe: not recipe.shares_amax)
+    running = [role.tensors["amax_history"][:1] for recipe in recipes for role in by_recipe[recipe]]
+    num_shared = sum(len(by_recipe[recipe]) for recipe in recipes if recipe.shares_amax)
+    amax = torch.cat(running)
+    if group is not None and num_shared:
+        dist.all_reduce(amax[:num_shared], dist.ReduceOp.MAX, group=group)
+    for recipe, part in zip(recipes, amax.split([len(by_recipe[r]) for r in recipes]), strict=True):
+        roles = by_recipe[recipe]
+        recipe.update([role.tensors for role in roles], [role.spec for role in roles], part)

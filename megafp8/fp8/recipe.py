@@ -1,0 +1,135 @@
+"""A recipe says WHAT is quantized and how: role (input, weight, grad_output) -> TensorSpec, and the life of scales.
+
+It does not quantize and knows no backend. The folder `recipes/` is the registry: a file there with a class `RECIPE`
+is a recipe of the file's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megafp8.core.config import build, nearest
+from megafp8.core.errors import ConfigError
+from megafp8.fp8.formats import E4M3, E5M2, Format
+
+ROLES = ("input", "weight", "grad_output")
+DIM_MULTIPLE = 16  # cuBLAS's FP8 GEMM: both dims of a weight; a config that runs here must run there
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How one tensor is quantized, one scale for all of it.
+
+    Attributes:
+        format: of the codes.
+        power_2_scale: round the scale down to a power of two.
+        amax_epsilon: smallest amax that the scale is computed from.
+        delayed: the scale comes from earlier tensors (`amax_history`), not from this one.
+    """
+
+    format: Format
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    delayed: bool = False
+
+
+class Recipe(Protocol):
+    """What every recipe offers. Implementations are frozen configuration dataclasses with TE's option names."""
+
+    @property
+    def name(self) -> str: ...
+
+    def spec(self, role: str) -> TensorSpec:
+        """The spec of "input", "weight" or "grad_output"."""
+        ...
+
+    def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Fresh state of one tensor, plain fp32 tensors by name; empty for a recipe without memory."""
+        ...
+
+    @property
+    def shares_amax(self) -> bool:
+        """Whether amaxes are reduced over the ranks that share the tensors before `update`."""
+        ...
+
+    def update(self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor) -> None:
+        """End a micro-batch: `amax` fp32 [T] holds the largest magnitudes (over ranks) of these T tensors."""
+        ...
+
+
+def recipe(name: str, **options: Any) -> Recipe:
+    """The recipe `name` ("delayed", "current") with Transformer Engine's option names.
+
+    Raises:
+        ConfigError: unknown name or option (with the nearest), or a value out of range.
+    """
+    if name not in recipe_names():
+        raise ConfigError(f"recipe {name!r} does not exist; there are {', '.join(recipe_names())}{_near(name)}")
+    made: Recipe = build(importlib.import_module(f"megafp8.fp8.recipes.{name}").RECIPE, options)
+    return made
+
+
+def recipe_names() -> list[str]:
+    """The recipes that exist, sorted."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "recipes")]))
+
+
+def _near(name: str) -> str:
+    return nearest(name, recipe_names())
+
+
+def format_of(fp8_format: str, role: str) -> Format:
+    """HYBRID is E4M3 forward and E5M2 backward; E4M3 is E4M3 everywhere."""
+    return E5M2 if fp8_format == "HYBRID" and role == "grad_output" else E4M3
+
+
+def scale_from_amax(
+    amax: torch.Tensor,
+    fmt: Format,
+    *,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+    value_for_inf: float = FLOAT32_MAX,
+) -> torch.Tensor:
+    """The scale that maps `amax` to the largest value of `fmt`, bit for bit as TE's kernel computes it.
+
+    Args:
+        amax: fp32, any shape.
+        value_for_inf: what an overflowing scale becomes; block scaling passes the input dtype's maximum.
+
+    Returns:
+        fp32, same shape; 1 where amax is 0, infinite or NaN.
+
+    Source: Transformer Engine 2.20 common/recipe/recipe_common.cuh, compute_scale_from_amax.
+    """
+    a = torch.where(amax < amax_epsilon, torch.full_like(amax, amax_epsilon), amax)
+    # full_like, for `448.0 / a` would be computed as a.reciprocal() * 448, which is 1 ulp off in a quarter of cases
+    scale = torch.div(torch.full_like(a, fmt.max), a)
+    scale = torch.where(torch.isinf(scale), torch.full_like(a, value_for_inf), scale)
+    if power_2_scale:
+        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+    usable = torch.isfinite(a) & (a > 0)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def scale_inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, rounded to nearest; fp32, same shape."""
+    return torch.div(torch.ones_like(scale), scale)
+
+
+def dims_refusal(in_features: int, out_features: int) -> str | None:
+    """Why a weight of these dims cannot be multiplied in FP8, or None."""
+    for what, size in (("in_features", in_features), ("out_features", out_features)):
+        if size % DIM_MULTIPLE:
+            below = size // DIM_MULTIPLE * DIM_MULTIPLE
+            near = f"{below}, {below + DIM_MULTIPLE}" if below else str(DIM_MULTIPLE)
+            return f"{what} {size} is not a multiple of {DIM_MULTIPLE}, as FP8 GEMMs need; nearest: {near}"
+    return None

@@ -1,0 +1,109 @@
+"""Delayed scaling: a tensor is quantized with the scale that its predecessors' amaxes gave, in a single read.
+
+State of a tensor: `scale` fp32 [1] (starts at 1) and `amax_history` fp32 [L] (starts at 0); entry 0 collects the
+running micro-batch, entries 1..L-1 hold the past, oldest first. The history counts micro-batches, not steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from megafp8.core.config import config_dataclass
+from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, format_of
+
+
+@config_dataclass
+class Delayed:
+    """Delayed scaling with Transformer Engine's option names and defaults (`DelayedScaling`)."""
+
+    margin: Annotated[int, Field(ge=0, description="scale is divided by 2**margin")] = 0
+    fp8_format: Annotated[
+        Literal["HYBRID", "E4M3"], Field(description="HYBRID: E4M3 forward, E5M2 backward; E4M3: everywhere")
+    ] = "HYBRID"
+    amax_history_len: Annotated[int, Field(ge=1, description="micro-batches in the amax window")] = 1024
+    amax_compute_algo: Annotated[
+        Literal["max", "most_recent"], Field(description="amax of the whole window, or the newest one")
+    ] = "max"
+    reduce_amax: Annotated[bool, Field(description="take the largest amax over the ranks that share a tensor")] = True
+
+    @property
+    def name(self) -> str:
+        return "delayed"
+
+    @property
+    def shares_amax(self) -> bool:
+        return self.reduce_amax
+
+    def spec(self, role: str) -> TensorSpec:
+        return TensorSpec(format_of(self.fp8_format, role), delayed=True)
+
+    def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        return {
+            "amax_history": torch.zeros(self.amax_history_len, dtype=torch.float32, device=device),
+            "scale": torch.ones(1, dtype=torch.float32, device=device),
+        }
+
+    @torch.no_grad()
+    def update(self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor) -> None:
+        """Roll the histories and compute the next scales, all T tensors at once.
+
+        Args:
+            states: T dicts of `new_state`; filled in place.
+            specs: T specs, for the formats.
+            amax: fp32 [T], `amax_history[0]` of each, reduced over ranks where there are any.
+        """
+        history = torch.stack([s["amax_history"] for s in states])
+        scale = torch.cat([s["scale"] for s in states])
+        limits = torch.tensor([s.format.max for s in specs], dtype=torch.float32, device=scale.device)
+        new_history, new_scale = updated(
+            history, scale, amax, limits, margin=self.margin, most_recent=self.amax_compute_algo == "most_recent"
+        )
+        torch._foreach_copy_([s["amax_history"] for s in states], list(new_history.unbind(0)))
+        torch._foreach_copy_([s["scale"] for s in states], list(new_scale.split(1)))
+
+
+def updated(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    reduced: torch.Tensor,
+    fp8_max: torch.Tensor,
+    *,
+    margin: int,
+    most_recent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The update rule, without side effects.
+
+    Args:
+        history: fp32 [T, L].
+        scale: fp32 [T].
+        reduced: fp32 [T], largest `history[:, 0]` over ranks.
+        fp8_max: fp32 [T], largest value of each tensor's format.
+
+    Returns:
+        The next history [T, L] and scale [T]. A tensor that was not seen (amax 0) neither rolls nor rescales; a
+        window that is not finite leaves the scale as it is.
+
+    Source: Transformer Engine 2.20 common/recipe/delayed_scaling.cu, kernel_bulk.
+    """
+    last = torch.where(reduced != 0, reduced, history[:, 0])
+    seen = (last != 0).unsqueeze(1)
+    if most_recent:
+        amax = last
+    else:
+        window = torch.cat([history[:, 1:], last.unsqueeze(1)], dim=1)
+        # fmaxf skips NaN; amax would pass it on
+        amax = torch.where(seen[:, 0], torch.nan_to_num(window, nan=0.0, posinf=torch.inf).amax(dim=1), 0.0)
+    rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], last.unsqueeze(1)], dim=1)
+    if history.shape[1] == 1:
+        rolled = torch.zeros_like(history)
+    target = torch.div(fp8_max * 2.0**-margin, amax)
+    target = torch.where(torch.isinf(target), torch.full_like(target, FLOAT32_MAX), target)
+    usable = torch.isfinite(amax) & (amax > 0)
+    return torch.where(seen, rolled, history), torch.where(usable, target, scale)
+
+
+RECIPE = Delayed
