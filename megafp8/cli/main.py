@@ -1,0 +1,124 @@
+"""The door: finds the verb, parses, runs, and turns a house error into one line and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from megafp8 import __version__
+from megafp8.core.config import nearest
+from megafp8.core.errors import EXIT_CODES, EXIT_INTERRUPTED, ConfigError, MegaError
+
+VERBS = (
+    "preprocess", "tokenizer", "data", "check", "pretrain", "report", "generate", "eval",
+    "convert", "checkpoint", "formats", "doctor",
+)  # fmt: skip
+
+EPILOG = """examples:
+  megafp8 preprocess examples/tiny_cpu/corpus.toml       text -> .bin/.idx
+  megafp8 check examples/llama3_8b/pretrain.toml          dry run: ranks, memory, tokens
+  torchrun --nproc-per-node 2 -m megafp8 pretrain examples/tiny_cpu/pretrain.toml
+  megafp8 report runs/tiny-bf16 runs/tiny-fp8 --out runs/report
+
+exit codes:
+""" + "\n".join(f"  {code:<3} {text}" for code, text in EXIT_CODES.items())
+
+
+def load(verb: str) -> ModuleType:
+    """The module of a verb."""
+    return importlib.import_module(f"megafp8.cli.{verb}")
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megafp8",
+        description="Pretrain large language models in FP8: raw text to tokens, tokens to a model, "
+        "the model to a checkpoint that serves.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
+    lines = "\n".join(f"  {verb:<12} {load(verb).HELP}" for verb in VERBS)
+    parser.description = f"{parser.description}\n\nverbs (megafp8 VERB --help for each):\n{lines}"
+    parser.usage = "megafp8 VERB [...]"
+    return parser
+
+
+def _parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
+    module = load(verb)
+    parser = argparse.ArgumentParser(
+        prog=f"megafp8 {verb}",
+        description=module.HELP,
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    module.add_arguments(parser)
+    args, rest = parser.parse_known_args(list(words))
+    args.overrides = _overrides(verb, parser, rest)
+    if args.overrides and not getattr(module, "TAKES_OVERRIDES", False):
+        raise ConfigError(f"{args.overrides[0]}: megafp8 {verb} takes no configuration overrides")
+    return args
+
+
+def _overrides(verb: str, parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
+    """The words `--section.key value` and `--section.key=value` out of what the verb's parser left."""
+    overrides: list[str] = []
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0]
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r}: megafp8 {verb} does not expect this argument; see megafp8 {verb} --help")
+        if "." not in name:
+            options = [o for action in parser._actions for o in action.option_strings]
+            raise ConfigError(f"{name}: megafp8 {verb} has no such option{nearest(name, options)}")
+        overrides.append(word)
+        if "=" not in word and words and not words[0].startswith("--"):
+            overrides.append(words.pop(0))
+    return overrides
+
+
+def _say(verb: str, error: MegaError) -> int:
+    for line in str(error).splitlines():
+        print(f"megafp8 {verb}: error: {line}", file=sys.stderr)
+    return error.exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns its exit code (docs/exit-codes: `megafp8 --help`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0].startswith("-"):
+        _top_parser().parse_args(words or ["--help"])
+        return 0
+    verb, debug = words[0], "--debug" in words
+    if verb not in VERBS:
+        return _say("", ConfigError(f"{verb!r} is no verb{nearest(verb, VERBS)}; see megafp8 --help"))
+    try:
+        return int(load(verb).run(_parse(verb, words[1:])))
+    except MegaError as error:
+        if debug:
+            raise
+        return _say(verb, error)
+    except KeyboardInterrupt:
+        print(f"megafp8 {verb}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `megafp8 data peek ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        print(f"megafp8 {verb}: internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"megafp8 {verb}: this is a bug; run again with --debug for the traceback", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`megafp8 pretrain`: run or resume a training run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+HELP = "train a model, or go on where the run folder stands"
+TAKES_OVERRIDES = True
+EPILOG = """examples:
+  megafp8 pretrain examples/tiny_cpu/pretrain.toml --nproc 2
+  torchrun --nproc-per-node 8 -m megafp8 pretrain examples/llama3_8b/pretrain.toml
+  srun megafp8 pretrain run.toml --train.steps 200 --precision.recipe delayed
+  megafp8 pretrain run.toml --print-config --optimizer.lr 1e-3
+
+Any key of the configuration is an option: --section.key VALUE. The same command again resumes the run; SIGTERM,
+SIGUSR1 and Ctrl-C save first and end with exit code 75."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument("config", help="the run's TOML")
+    parser.add_argument("--nproc", type=int, default=0, metavar="N", help="start N ranks on this machine (no torchrun)")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration, non-defaults marked, and stop"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate first, then start processes or be one."""
+    from megafp8.train.config import load_run_config, refuse_broken
+
+    config = load_run_config(args.config, args.overrides)
+    if args.print_config:
+        from megafp8.core.config import dump_toml
+
+        sys.stdout.write(dump_toml(config, comments=True))
+        return 0
+    if args.nproc > 0 and "RANK" not in os.environ:
+        from megafp8.train.local_ranks import run_ranks
+
+        refuse_broken(config, args.nproc)
+        words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
+        return run_ranks(words, world=args.nproc)
+    return _be_a_rank(config, args.debug)
+
+
+def _be_a_rank(config: object, debug: bool) -> int:
+    from megafp8.core import log
+    from megafp8.core.errors import MegaError
+    from megafp8.train.loop import train
+
+    log.set_up(rank=int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    try:
+        return train(config).exit_code  # type: ignore[arg-type]
+    except MegaError:
+        raise
+    except RuntimeError as error:
+        # a peer that died first has already said why; this rank only adds that its connection is gone
+        if debug or "closed by peer" not in str(error) and "Connection reset" not in str(error):
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: lost its peer, stopping", file=sys.stderr)
+        return 1

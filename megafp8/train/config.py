@@ -1,0 +1,149 @@
+"""RunConfig: one frozen tree of sections, each written beside the code that it steers.
+
+TOML <- dotted overrides <- presets filled in; what only a combination can break is judged here, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megafp8.checkpoint.config import CheckpointConfig
+from megafp8.core.config import apply_overrides, build, config_dataclass, load_toml
+from megafp8.core.errors import ConfigError
+from megafp8.data.config import DataConfig
+from megafp8.models.config import ModelConfig, check_model, preset
+from megafp8.nn.precision_config import PrecisionConfig
+from megafp8.optim.config import OptimizerConfig
+from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
+
+
+@config_dataclass
+class RunSection:
+    """Which run this is and where it lives."""
+
+    dir: Annotated[str, Field(min_length=1, description="run folder: config, metrics, log, checkpoints")]
+    name: Annotated[str, Field(description="shown in reports; empty = the folder's name")] = ""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63, description="of initialisation, data order and dropout")] = 1234
+
+
+@config_dataclass
+class TrainSection:
+    """How long and in which portions."""
+
+    steps: Annotated[int, Field(gt=0, description="optimizer steps")]
+    global_batch: Annotated[int, Field(gt=0, description="sequences a step, over all ranks")]
+    micro_batch: Annotated[int, Field(gt=0, description="sequences a forward pass of one rank")] = 1
+    eval_interval: Annotated[int, Field(ge=0, description="steps between evaluations; 0 = only after the last")] = 100
+    eval_samples: Annotated[int, Field(gt=0, description="validation sequences of each set, always the same ones")] = 64
+    recompute: Annotated[
+        Literal["none", "selective", "full"], Field(description="activations recomputed in backward")
+    ] = "none"
+    compile: Annotated[
+        Literal["auto", "on", "off"], Field(description="torch.compile of the layers; auto = where a compiler is")
+    ] = "auto"
+    deterministic: Annotated[bool, Field(description="only kernels that give the same bits every time")] = False
+    max_nonfinite_steps: Annotated[
+        int, Field(ge=0, description="steps in a row that may be skipped for a loss or gradient that is not finite")
+    ] = 5
+    threads: Annotated[int, Field(ge=0, description="CPU threads a rank; 0 = cores / local ranks")] = 0
+    timeout_seconds: Annotated[int, Field(gt=0, description="after which a silent rank ends the run")] = 600
+
+
+@config_dataclass
+class LogSection:
+    """What is written down, and how often."""
+
+    interval: Annotated[int, Field(gt=0, description="steps between console lines")] = 10
+    tensorboard: Annotated[bool, Field(description="event files under Megatron-LM's tag names")] = True
+    fp8_interval: Annotated[int, Field(ge=0, description="steps between FP8 statistics; 0 = never")] = 0
+
+
+@config_dataclass
+class RunConfig:
+    """Everything that `megafp8 pretrain` reads."""
+
+    run: RunSection
+    model: ModelConfig
+    data: DataConfig
+    train: TrainSection
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogSection = Field(default_factory=LogSection)
+
+    @property
+    def dir(self) -> Path:
+        """The run folder."""
+        return Path(self.run.dir)
+
+    @property
+    def name(self) -> str:
+        """The run's name in reports."""
+        return self.run.name or self.dir.name
+
+
+def from_values(values: Mapping[str, Any]) -> RunConfig:
+    """Build from nested dicts; `[model] preset = "llama3_8b"` fills in that preset's fields where none is given.
+
+    Raises:
+        ConfigError: all broken rules, a line each.
+    """
+    values = dict(values)
+    model = values.get("model")
+    if isinstance(model, Mapping) and model.get("preset"):
+        values["model"] = {**preset(str(model["preset"])), **model}
+    return build(RunConfig, values)
+
+
+def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's TOML and lay overrides over it.
+
+    Raises:
+        ConfigError: no such file, not TOML, or broken rules, a line each.
+    """
+    return from_values(apply_overrides(load_toml(path), overrides))
+
+
+def check_run(config: RunConfig, world: int) -> list[str]:
+    """Every rule that the combination breaks on `world` ranks, a line each with the way out; needs no torch."""
+    problems = check_mesh(config.parallel, world)
+    problems += check_model(config.model, tp=config.parallel.tp)
+    train, sequence = config.train, config.data.sequence_length
+    if sequence > config.model.max_sequence_length:
+        problems.append(
+            f"data.sequence_length {sequence} is longer than model.max_sequence_length "
+            f"{config.model.max_sequence_length}; shorten the one or raise the other"
+        )
+    if config.parallel.tp > 1 and config.parallel.sequence_parallel and sequence % config.parallel.tp:
+        near = sequence // config.parallel.tp * config.parallel.tp
+        problems.append(
+            f"data.sequence_length {sequence} is not divisible by tp {config.parallel.tp}, as sequence parallelism "
+            f"needs; nearest: {near}, {near + config.parallel.tp}"
+        )
+    if not check_mesh(config.parallel, world):
+        problems += _batch_problems(train, axis_sizes(config.parallel, world)["dp"])
+    return problems
+
+
+def _batch_problems(train: TrainSection, dp: int) -> list[str]:
+    unit = dp * train.micro_batch
+    if train.global_batch % unit == 0:
+        return []
+    near = train.global_batch // unit * unit
+    choices = ", ".join(str(n) for n in (near, near + unit) if n)
+    return [
+        f"train.global_batch {train.global_batch} is not divisible by dp {dp} x train.micro_batch "
+        f"{train.micro_batch}; nearest: {choices}"
+    ]
+
+
+def refuse_broken(config: RunConfig, world: int) -> None:
+    """Raise ConfigError with all that `check_run` finds."""
+    problems = check_run(config, world)
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,95 @@
+"""Starts the ranks of one machine and hands their exit code on.
+
+torchrun and srun start ranks as well; what is different here is that a rank's documented exit code becomes the
+command's, that a signal reaches every rank once, and that a rank that dies takes the others with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from megafp8.core.errors import EXIT_PREEMPTED
+
+_GRACE_SECONDS = 30.0
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(rank: int, world: int, port: int, threads: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        # spinning OpenMP threads starve the neighbour rank when ranks fill all cores
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+    }
+
+
+def run_ranks(words: Sequence[str], *, world: int) -> int:
+    """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the first failing exit code.
+
+    The signals SIGTERM, SIGINT and SIGUSR1 are passed on. Ranks that outlive a failed one get SIGTERM, and SIGKILL
+    after 30 s.
+    """
+    port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
+    ranks = [
+        # a session of its own keeps the terminal's Ctrl-C from reaching a rank twice
+        subprocess.Popen(
+            [sys.executable, "-m", "megafp8", *words],
+            env=_environment(rank, world, port, threads),
+            start_new_session=True,
+        )
+        for rank in range(world)
+    ]
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    old = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        return _wait(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    failed, deadline = 0, float("inf")
+    while any(process.poll() is None for process in ranks):
+        for process in ranks:
+            code = process.poll()
+            if not failed and code not in (None, 0, EXIT_PREEMPTED):
+                failed, deadline = code, time.monotonic() + _GRACE_SECONDS
+                for other in ranks:
+                    if other.poll() is None:
+                        other.terminate()
+                        other.terminate()
+        if time.monotonic() > deadline:
+            for process in ranks:
+                process.kill()
+        time.sleep(0.05)
+    codes = [process.returncode for process in ranks]
+    code = failed or next((c for c in codes if c), 0)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,214 @@
+"""What happens around a step: resume, schedule, measure, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.load import latest
+from megafp8.checkpoint.retention import prune
+from megafp8.core import log
+from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
+from megafp8.core.log import event, get_logger
+from megafp8.fp8 import stats
+from megafp8.models.cost import flops_per_token
+from megafp8.optim.lr import learning_rate
+from megafp8.parallel.collectives import all_reduce_
+from megafp8.parallel.launch import shutdown
+from megafp8.train import folder, metrics
+from megafp8.train.config import RunConfig
+from megafp8.train.evaluate import EvalResult, Evaluator
+from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.setup import Parts, build_parts, start_processes
+from megafp8.train.signals import StopRequest
+from megafp8.train.state import load_run, save_run
+from megafp8.train.step import StepResult, train_step
+from megafp8.train.telemetry import GpuReadings, memory_bytes, peak_flops
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: exit code, last step, last training loss, last validation results, newest checkpoint."""
+
+    exit_code: int
+    step: int
+    loss: float
+    evals: tuple[EvalResult, ...]
+    checkpoint: Path | None
+
+
+def train(config: RunConfig) -> RunResult:
+    """Run or resume a run to its end; collective over all ranks.
+
+    Raises:
+        MegaError: see `megafp8.core.errors`; nothing half-written stays behind.
+    """
+    stop = StopRequest()
+    stop.install()
+    device, mesh = start_processes(config)
+    lock = RunLock(config.dir)
+    try:
+        if mesh.rank == 0:
+            lock.acquire()
+            folder.prepare(config)
+            log.set_up(rank=0, file=config.dir / "log.txt")
+        else:
+            log.set_up(rank=mesh.rank)
+        # rank 0 has accepted the folder before any other rank looks into it
+        all_reduce_(torch.zeros(1), mesh.group_of(("pp", "dp", "cp", "tp")))
+        return Run(build_parts(config, mesh, device), stop).go()
+    finally:
+        shutdown()
+        lock.release()
+
+
+@dataclass
+class Run:
+    """One attempt at a run."""
+
+    parts: Parts
+    stop: StopRequest
+    step: int = 0
+    loss: float = float("nan")
+    evals: tuple[EvalResult, ...] = ()
+    saved: Path | None = None
+    run_seconds: float = 0.0  # of all attempts
+    productive_seconds: float = 0.0  # of the steps that count
+    began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        config, parts = self.parts.config, self.parts
+        self.rank0 = parts.mesh.rank == 0
+        self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
+        self.evaluate = Evaluator(parts)
+        self.gpu = GpuReadings(parts.device)
+        self.peak = peak_flops(parts.device, parts.dtype)
+        self._resume()
+        self.writer = metrics.MetricsWriter(config.dir, enabled=self.rank0, tensorboard=config.log.tensorboard)
+
+    def _resume(self) -> None:
+        config, parts = self.parts.config, self.parts
+        path = latest(config.dir / "checkpoints")
+        if path is not None:
+            meta = load_run(parts, path)
+            self.step, self.saved = meta["step"], path
+        if self.rank0:
+            totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
+            self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
+            folder.write_facts(parts, self.peak)
+        if path is not None:
+            event(logger, "resumed", step=self.step, checkpoint=str(path))
+
+    def go(self) -> RunResult:
+        """Take all steps that are left."""
+        config = self.parts.config
+        if self.saved is not None and self.step < config.train.steps:
+            self.writer.write("event", self.step, event="resumed", checkpoint=str(self.saved))
+        if self.step >= config.train.steps:
+            event(logger, "nothing to do: all steps are done", steps=config.train.steps)
+        while self.step < config.train.steps:
+            self._one_step()
+            if self._must_stop():
+                return self._preempted()
+        self.writer.close()
+        return RunResult(EXIT_OK, self.step, self.loss, self.evals, self.saved)
+
+    def _one_step(self) -> None:
+        config, parts = self.parts.config, self.parts
+        rate = learning_rate(config.optimizer, self.step, config.train.steps)
+        self.step += 1
+        wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
+        if wants_stats:
+            stats.arm(parts.fp8_states.values())
+        start = time.perf_counter()
+        result = train_step(parts, self.step, rate)
+        seconds = time.perf_counter() - start
+        self.loss = result.loss
+        self._write_step(result, rate, seconds)
+        if wants_stats and parts.fp8_states:
+            self.writer.write("fp8", self.step, stats=stats.read(parts.fp8_states.values()))
+        self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm)
+        last = self.step == config.train.steps
+        if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
+            self._evaluate()
+        if last or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
+            self.save()
+
+    def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
+        config, parts = self.parts.config, self.parts
+        self.productive_seconds += seconds if result.finite else 0.0
+        tokens = config.train.global_batch * config.data.sequence_length
+        per_rank = tokens / seconds / parts.mesh.world
+        causal, full = (flops_per_token(config.model, config.data.sequence_length, causal=c) for c in (True, False))
+        elapsed = self.run_seconds + time.perf_counter() - self.began
+        record: dict[str, Any] = {
+            "consumed_samples": parts.loader.consumed_samples,
+            "consumed_tokens": parts.loader.consumed_samples * config.data.sequence_length,
+            "target_tokens": result.target_tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": rate,
+            "loss_scale": 1.0,
+            "global_batch": config.train.global_batch,
+            "world_size": parts.mesh.world,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tflops_causal": per_rank * causal / 1e12,
+            "tflops_full": per_rank * full / 1e12,
+            "mfu_causal": per_rank * causal / self.peak[0],
+            "mfu_full": per_rank * full / self.peak[0],
+            "skipped": self.guard.total + (not result.finite),
+            "nan": self.guard.total + (not result.finite),
+            "memory_bytes": memory_bytes(parts.device),
+            "run_seconds": elapsed,
+            "productive_seconds": self.productive_seconds,
+            "goodput": min(1.0, self.productive_seconds / elapsed),
+        }
+        self.writer.write("train", self.step, **record)
+        if self.step % config.log.interval == 0 or self.step in (1, config.train.steps):
+            done_here = time.perf_counter() - self.began
+            eta = seconds * (config.train.steps - self.step) / max(record["goodput"], 0.05) if done_here else 0.0
+            line = metrics.console_line({"step": self.step, **record}, steps=config.train.steps, eta_seconds=eta)
+            event(logger, line)
+            reading = self.gpu.read()
+            if reading:
+                self.writer.write("gpu", self.step, stats=reading)
+
+    def _evaluate(self) -> None:
+        self.evals = tuple(self.evaluate())
+        for result in self.evals:
+            values = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+            self.writer.write("eval", self.step, name=result.name, **values)
+            event(logger, "validation", step=self.step, name=result.name, **values)
+
+    def save(self) -> None:
+        """Write a checkpoint, then remove those that retention does not keep; collective."""
+        config = self.parts.config
+        self.writer.flush()
+        start = time.perf_counter()
+        self.saved = save_run(self.parts, self.step, {"productive_seconds": self.productive_seconds})
+        seconds = time.perf_counter() - start
+        if self.rank0:
+            prune(config.dir / "checkpoints", config.checkpoint)
+        event(logger, "checkpoint saved", step=self.step, path=str(self.saved), seconds=seconds)
+        self.writer.write("event", self.step, event="saved", seconds=seconds)
+
+    def _must_stop(self) -> bool:
+        """Whether any rank was told to stop: all ranks decide alike at the end of a step."""
+        flag = torch.tensor([1.0 if self.stop.received else 0.0])
+        all_reduce_(flag, self.parts.mesh.group_of(("pp", "dp", "cp", "tp")), "max")
+        return bool(flag.item()) and self.step < self.parts.config.train.steps
+
+    def _preempted(self) -> RunResult:
+        if self.saved is None or not self.saved.name.endswith(f"{self.step:08}"):
+            self.save()
+        event(logger, "stopped by a signal; run the same command again to go on", signal=self.stop.received or "peer")
+        self.writer.write("event", self.step, event="preempted", signal=self.stop.received or "peer")
+        self.writer.close()
+        return RunResult(EXIT_PREEMPTED, self.step, self.loss, self.evals, self.saved)

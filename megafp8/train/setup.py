@@ -1,0 +1,180 @@
+"""What exists in a run: mesh, model, optimizer, data, in the order in which they come to be.
+
+The environment is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8 import __version__
+from megafp8.core.errors import ConfigError
+from megafp8.core.log import event, get_logger
+from megafp8.core.rng import seed_for
+from megafp8.data.blend import Blend
+from megafp8.data.indexed import IndexedDataset
+from megafp8.data.loader import Loader
+from megafp8.data.sources import check_tokenizer, open_blend
+from megafp8.data.tokenizer import load_tokenizer
+from megafp8.models import build
+from megafp8.models.decoder import Decoder
+from megafp8.optim.adamw import AdamW
+from megafp8.parallel.buckets import GradBuckets
+from megafp8.parallel.launch import init_distributed
+from megafp8.parallel.mesh import Mesh, build_mesh
+from megafp8.train.config import RunConfig, refuse_broken
+
+logger = get_logger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass
+class Parts:
+    """All that a step touches."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    model: Decoder
+    buckets: GradBuckets
+    optimizer: AdamW
+    loader: Loader
+    corpus: dict[str, Any]
+
+    @property
+    def fp8_states(self) -> Mapping[str, Any]:
+        """FP8 state of each linear layer by module name; empty in BF16."""
+        return self.model.fp8_states
+
+
+def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
+    """Join the other ranks and set threads, determinism and device."""
+    env = dict(os.environ)
+    on_gpu = torch.cuda.is_available()
+    world = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", "1")))
+    refuse_broken(config, world)
+    info = init_distributed("cuda" if on_gpu else "cpu", env, timeout_seconds=config.train.timeout_seconds)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    elif not on_gpu and "OMP_NUM_THREADS" not in env:
+        local = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", info.local_rank) if on_gpu else torch.device("cpu")
+    return device, build_mesh(config.parallel, info.world)
+
+
+def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
+    """Build model, optimizer and data for this rank; every log line of a choice is written here."""
+    corpus = check_corpus(config)
+    dtype = DTYPES[config.precision.dtype]
+    model = build(
+        config.model,
+        mesh=mesh,
+        precision=config.precision,
+        seed=config.run.seed,
+        dtype=dtype,
+        device=device,
+        recompute=config.train.recompute,
+        compile_layers=wants_compile(config, device),
+    )
+    named = list(model.named_parameters())
+    buckets = GradBuckets(named, mesh)
+    optimizer = AdamW(named, config.optimizer, mesh)
+    loader = train_loader(config, mesh, corpus)
+    event(logger, "mesh", mesh=str(mesh), device=str(device), threads=torch.get_num_threads())
+    return Parts(config, mesh, device, dtype, model, buckets, optimizer, loader, corpus)
+
+
+def wants_compile(config: RunConfig, device: torch.device) -> bool:
+    """Whether layers are compiled: as told, and by `auto` in bf16 only, where it pays (docs/performance.md)."""
+    if config.train.compile != "auto":
+        return config.train.compile == "on"
+    return config.precision.dtype == "bf16"
+
+
+def train_loader(config: RunConfig, mesh: Mesh, corpus: Mapping[str, Any]) -> Loader:
+    """The loader of this rank's micro-batches; set `consumed_samples` to go on from there."""
+    return Loader(
+        open_train(config),
+        micro_batch=config.train.micro_batch,
+        global_batch=config.train.global_batch,
+        dp_rank=mesh.coord("dp"),
+        dp_size=mesh.size("dp"),
+        eod_id=corpus["eod_id"],
+        document_mask=config.data.document_mask,
+        mask_eod_loss=config.data.mask_eod_loss,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def check_corpus(config: RunConfig) -> dict[str, Any]:
+    """Hold every dataset against the tokenizer and the tokenizer against the model; cheap, nothing is read whole.
+
+    Returns:
+        the tokenizer's kind, fingerprint, vocab_size and eod_id, with train_tokens and unigram_entropy_nats (the
+        entropy of the training tokens' frequencies in nats a token, None if the side file does not say).
+
+    Raises:
+        DataError: a set is missing, damaged or of another tokenizer.
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of "
+            f"{config.data.tokenizer}; raise it to {-(-tokenizer.vocab_size // 128) * 128} (a multiple of 128)"
+        )
+    for source in config.data.valid:
+        check_tokenizer(IndexedDataset(source.path), tokenizer)
+    train = [IndexedDataset(source.path) for source in config.data.train]
+    for dataset in train:
+        check_tokenizer(dataset, tokenizer)
+    return {
+        "kind": tokenizer.kind,
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "path": config.data.tokenizer,
+        "train_tokens": sum(dataset.num_tokens for dataset in train),
+        "unigram_entropy_nats": train[0].side.get("unigram_entropy_nats"),
+    }
+
+
+def open_train(config: RunConfig) -> Blend:
+    """The training datasets as one endless stream of samples."""
+    return open_blend(
+        config.data.train,
+        tokenizer=load_tokenizer(config.data.tokenizer),
+        sequence_length=config.data.sequence_length,
+        seed=seed_for(config.run.seed, "data"),
+    )
+
+
+def code_version() -> str:
+    """The package's version, with the commit and a `+dirty` mark when it runs from a git checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return __version__
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        dirty = "+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return __version__
+    return f"{__version__}-{commit}{dirty}"
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

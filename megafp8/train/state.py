@@ -1,0 +1,64 @@
+"""A run's state to and from a checkpoint: which tensors, which labels, which numbers beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.load import load
+from megafp8.checkpoint.save import save
+from megafp8.core.config import to_dict
+from megafp8.core.errors import CheckpointError
+from megafp8.core.layout import Layout
+from megafp8.train.setup import Parts, code_version
+
+
+def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
+    """Live tensors of optimizer and FP8 state by global name, and their layouts.
+
+    The compute-dtype weights are not among them: they are a rounding of the masters.
+    """
+    tensors, layouts = dict(parts.optimizer.tensors()), dict(parts.optimizer.layouts())
+    for module, state in parts.fp8_states.items():
+        for name, tensor in state.tensors().items():
+            tensors[f"fp8.{module}.{name}"] = tensor
+            layouts[f"fp8.{module}.{name}"] = Layout(tuple(tensor.shape))
+    return tensors, layouts
+
+
+def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
+    """Write <run>/checkpoints/step_<step>; collective. `progress` goes into the manifest beside the config."""
+    tensors, layouts = tensors_of(parts)
+    meta = {
+        "step": step,
+        "consumed_samples": parts.loader.consumed_samples,
+        "optimizer_steps": parts.optimizer.step_count,
+        "config": to_dict(parts.config),
+        "tokenizer": parts.corpus,
+        "code_version": code_version(),
+        **progress,
+    }
+    return save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
+
+
+def load_run(parts: Parts, path: Path) -> dict[str, Any]:
+    """Fill this run from a checkpoint of any mesh; returns its meta. Collective.
+
+    Raises:
+        CheckpointError: broken, another architecture, another tokenizer, or another recipe's FP8 state.
+    """
+    tensors, layouts = tensors_of(parts)
+    meta = load(path, tensors, layouts, parts.mesh)
+    if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:
+        raise CheckpointError(
+            f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "
+            f"{parts.corpus['fingerprint'][:12]}; use the corpus of that tokenizer or another run.dir"
+        )
+    parts.optimizer.step_count = meta["optimizer_steps"]
+    parts.optimizer.load_done()
+    parts.loader.consumed_samples = meta["consumed_samples"]
+    for state in parts.fp8_states.values():
+        state.drop_weight_cache()
+    return meta

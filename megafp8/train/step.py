@@ -1,0 +1,87 @@
+"""What a step is: forward and backward of every micro-batch, one norm, one update."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+
+import torch
+
+from megafp8.core.rng import seed_for
+from megafp8.data.loader import Batch
+from megafp8.fp8.linear import update_states
+from megafp8.nn.layers import DropoutKey
+from megafp8.optim.clip import clip_factor, grad_norm
+from megafp8.parallel.collectives import all_reduce_
+from megafp8.train.setup import Parts
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, target tokens."""
+
+    loss: float
+    grad_norm: float
+    target_tokens: int
+    finite: bool
+
+
+def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
+    """Take one optimizer step; skipped on every rank alike if the loss or the gradient is not finite."""
+    batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
+    target_tokens = count_targets(parts, batches)
+    parts.model.train()
+    parts.buckets.zero_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with nullcontext() if last else parts.buckets.no_sync():
+            loss += forward_backward(parts, batch, step, scale=1.0 / target_tokens)
+        update_states(parts.fp8_states.values(), parts.mesh.group_of(("dp", "cp", "tp")))
+    parts.buckets.finish()
+    loss /= target_tokens
+    all_reduce_(loss, parts.mesh.group("dp"))
+    norm = grad_norm(parts.buckets.named_grads(), parts.mesh)
+    finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(norm))
+    if finite:
+        factor = clip_factor(norm, parts.config.optimizer.clip_grad)
+        parts.optimizer.step(learning_rate, grad_scale=factor)
+        for state in parts.fp8_states.values():
+            state.drop_weight_cache()
+    return StepResult(float(loss), float(norm), target_tokens, finite)
+
+
+def forward_backward(parts: Parts, batch: Batch, step: int, *, scale: float) -> torch.Tensor:
+    """One micro-batch; returns its loss sum, fp64 on the CPU. The gradient is that of loss sum x scale."""
+    loss_sum, _ = parts.model(
+        batch.tokens,
+        batch.targets,
+        loss_scale=scale,
+        segment_ids=batch.segment_ids,
+        positions=batch.positions,
+        dropout=dropout_key(parts, batch, step),
+    )
+    (loss_sum * scale).backward()
+    return loss_sum.detach().to("cpu", torch.float64)
+
+
+def dropout_key(parts: Parts, batch: Batch, step: int) -> DropoutKey | None:
+    """Seed and sample numbers from which masks come: the same on any mesh."""
+    if not parts.model.has_dropout:
+        return None
+    return DropoutKey(seed_for(parts.config.run.seed, "dropout", step), batch.sample_ids)
+
+
+def count_targets(parts: Parts, batches: list[Batch]) -> int:
+    """Target tokens of the global batch: what every loss and gradient of the step is divided by."""
+    count = torch.tensor(sum(int((batch.targets >= 0).sum()) for batch in batches), dtype=torch.int64)
+    all_reduce_(count, parts.mesh.group("dp"))
+    return max(1, int(count))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the rank's device; the batch itself on a CPU."""
+    if device.type == "cpu":
+        return batch
+    parts = (getattr(batch, field.name) for field in fields(batch))
+    return Batch(*(None if part is None else part.to(device, non_blocking=True) for part in parts))
