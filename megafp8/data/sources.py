@@ -1,0 +1,40 @@
+"""From the configuration to sample streams: opens datasets, and refuses those that another tokenizer wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megafp8.core.errors import DataError
+from megafp8.data.blend import Blend
+from megafp8.data.config import DatasetConfig
+from megafp8.data.indexed import IndexedDataset
+from megafp8.data.samples import SampleStream
+from megafp8.data.tokenizer import Tokenizer
+
+
+def check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the side file names another tokenizer; a set without a side file passes (Megatron's own)."""
+    written = dataset.side.get("tokenizer")
+    if written and written.get("fingerprint") != tokenizer.fingerprint:
+        raise DataError(
+            f"{dataset.path_prefix}: written with tokenizer {written.get('kind')} "
+            f"{written.get('fingerprint', '')[:12]} of {written.get('vocab_size')} ids, but data.tokenizer is "
+            f"{tokenizer.kind} {tokenizer.fingerprint[:12]} of {tokenizer.vocab_size}; name the one it was written with"
+        )
+
+
+def open_stream(path: str, *, tokenizer: Tokenizer, sequence_length: int, seed: int) -> SampleStream:
+    """The samples of one dataset, in an order of its own (the seed is mixed with nothing but the epoch)."""
+    dataset = IndexedDataset(path)
+    check_tokenizer(dataset, tokenizer)
+    return SampleStream(dataset, sequence_length, seed)
+
+
+def open_blend(datasets: Sequence[DatasetConfig], *, tokenizer: Tokenizer, sequence_length: int, seed: int) -> Blend:
+    """All datasets as one stream, by weight.
+
+    Raises:
+        DataError: a dataset is missing, damaged, too short, or of another tokenizer.
+    """
+    streams = [open_stream(d.path, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed) for d in datasets]
+    return Blend(streams, [d.weight for d in datasets], seed)
