@@ -1,0 +1,148 @@
+"""The planners of torch.distributed.checkpoint, taught our label: a Shard is a local tensor and its box.
+
+A Shard speaks the protocol through which DTensor itself talks to the planners (chunk list, write items), so they
+deduplicate replicas, balance the ranks and plan every resharding for us. It is not a DTensor because that needs
+process groups even on one process, and can only cut a tensor evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megafp8.checkpoint.manifest import MismatchError
+from megafp8.core.layout import AxisSizes, Layout
+
+_SHOWN = 8  # differences listed one by one
+
+
+class Shard:
+    """This rank's box of a global tensor."""
+
+    def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+        self.local, self.shape = local.detach(), torch.Size(shape)
+        self.chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(local.shape))
+
+    @staticmethod
+    def of(local: torch.Tensor, layout: Layout, mesh: AxisSizes) -> Shard:
+        """The box that `layout` gives this rank on `mesh`."""
+        slices = layout.local_slices(mesh)
+        assert tuple(local.shape) == tuple(s.stop - s.start for s in slices), f"{tuple(local.shape)} is not {slices}"
+        return Shard(local, layout.shape, tuple(s.start for s in slices))
+
+    def size(self) -> torch.Size:
+        """The global shape."""
+        return self.shape
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        data = TensorWriteData(self.chunk, properties, self.shape)
+        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk]
+
+
+def shards(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], mesh: AxisSizes) -> dict[str, Shard]:
+    """A Shard for every tensor; one without a layout is whole on every rank."""
+    return {
+        name: Shard.of(tensor, layouts.get(name) or Layout(tuple(tensor.shape)), mesh)
+        for name, tensor in tensors.items()
+    }
+
+
+class SavePlanner(DefaultSavePlanner):
+    """The default planner over Shards."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor to be written."""
+        return self.state_dict[index.fqn].local
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """The default planner over Shards; differences to the checkpoint are collected and refused as one.
+
+    With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint; else what is on one
+    side only is left alone. Shapes and dtypes must always agree.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
+        self.strict = strict
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Keep the Shards as they are; the default would copy them."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan this rank's reads.
+
+        Raises:
+            MismatchError: shapes or dtypes differ.
+        """
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        _refuse(
+            problem
+            for name, shard in self.state_dict.items()
+            if isinstance(entry := stored.get(name), TensorStorageMetadata)
+            for problem in _differences(name, shard, entry)
+        )
+        plan = super().create_local_plan()
+        plan.planner_data = frozenset(self.state_dict)
+        return plan
+
+    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare what all ranks ask for with what there is; on the coordinator.
+
+        Raises:
+            MismatchError: names differ, and `strict`.
+        """
+        assert self.metadata is not None
+        stored, asked = set(self.metadata.state_dict_metadata), frozenset().union(*(p.planner_data for p in plans))
+        if self.strict:
+            missing = [f"{name} is not in the checkpoint" for name in sorted(asked - stored)]
+            _refuse(missing + [f"{name} is in the checkpoint only" for name in sorted(stored - asked)])
+        return plans
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor to be filled."""
+        return self.state_dict[index.fqn].local
+
+
+def _differences(name: str, shard: Shard, entry: TensorStorageMetadata) -> Iterable[str]:
+    if shard.shape != entry.size:
+        yield f"{name} has shape {tuple(shard.shape)} here, {tuple(entry.size)} there"
+    if shard.local.dtype != entry.properties.dtype:
+        yield f"{name} is {shard.local.dtype} here, {entry.properties.dtype} there".replace("torch.", "")
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    problems = list(problems)
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise MismatchError(
+            f"the checkpoint does not match this run: {'; '.join(problems[:_SHOWN])}{more}; "
+            "resume with the model and precision that it was saved with"
+        )

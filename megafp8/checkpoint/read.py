@@ -1,0 +1,140 @@
+"""load, load_newest: a checkpoint into this rank's tensors, on any mesh. load_tensors, read_meta: without any."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megafp8.checkpoint.failures import house_error
+from megafp8.checkpoint.folders import candidates, check
+from megafp8.checkpoint.manifest import MismatchError, read_manifest
+from megafp8.checkpoint.planners import LoadPlanner, shards
+from megafp8.checkpoint.storage_reader import FolderReader, PieceReader
+from megafp8.checkpoint.write import Ranks
+from megafp8.core.errors import CheckpointError
+from megafp8.core.layout import Layout
+from megafp8.core.log import event, get_logger
+
+_log = get_logger(__name__)
+
+
+def load(
+    path: Path | str,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Ranks,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Fill `tensors` in place from the checkpoint folder `path`; collective. Returns its `meta`.
+
+    The mesh may differ from the one that saved: each rank reads the pieces that overlap its own, each once, and every
+    byte is checked against its checksum before it is used.
+
+    Args:
+        tensors: this rank's local tensors by global name.
+        layouts: their Layouts; a tensor without one is whole on every rank.
+        strict: the names over all ranks must be those of the checkpoint; else what is on one side only is left alone.
+
+    Raises:
+        CheckpointError: missing, incomplete, damaged (names the file), or names, shapes, dtypes differ (listed),
+            on every rank. Names, shapes and sizes are looked at before any tensor is touched; after damage found later
+            the content of `tensors` is undefined.
+    """
+    path = Path(path)
+    start = time.monotonic()
+    reader = FolderReader(path)
+    try:
+        with warnings.catch_warnings():  # the one process that is meant is announced as a surprise
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                shards(tensors, layouts, mesh),
+                storage_reader=reader,
+                planner=LoadPlanner(strict=strict),
+                no_dist=mesh.world == 1,
+            )
+    except CheckpointException as error:
+        raise house_error(error, path) from error
+    event(_log, "checkpoint loaded", step=reader.manifest.step, path=path, seconds=time.monotonic() - start)
+    return reader.manifest.meta
+
+
+def load_newest(
+    root: Path | str,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Ranks,
+    *,
+    strict: bool = True,
+) -> tuple[Path, dict[str, Any]] | None:
+    """Fill `tensors` from the newest checkpoint under `root` that is intact; collective, all ranks take the same.
+
+    A broken one is named in the log and the next older one is tried.
+
+    Returns:
+        Its folder and its `meta`; None if no folder bears a checkpoint's name.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none loads (never a silent start from nothing), or the newest one
+            is intact and does not match the run.
+    """
+    folders = _agreed(candidates(Path(root)), mesh)
+    for folder in folders:
+        try:
+            return folder, load(folder, tensors, layouts, mesh, strict=strict)
+        except MismatchError:
+            raise
+        except CheckpointError as error:
+            event(_log, "checkpoint passed over", level=logging.WARNING, path=folder, reason=error)
+    if folders:
+        raise CheckpointError(f"{root}: none of {len(folders)} checkpoints is intact; restore one or remove them all")
+    return None
+
+
+def _agreed(folders: list[Path], mesh: Ranks) -> list[Path]:
+    """What rank 0 saw, on every rank: two ranks may list a shared folder at different moments."""
+    agreed = [folders]
+    if mesh.world > 1:
+        dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def read_meta(path: Path | str) -> dict[str, Any]:
+    """The `meta` that a checkpoint was saved with.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged manifest.
+    """
+    return read_manifest(Path(path)).meta
+
+
+def iterate_tensors(path: Path | str, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors (on the CPU) whose names start with `prefix`, one at a time in memory, without torch.distributed.
+
+    Raises:
+        CheckpointError: as `load_tensors`.
+    """
+    path = Path(path)
+    manifest = check(path)
+    with PieceReader(path, manifest) as reader:
+        for name in manifest.tensors:
+            if name.startswith(prefix):
+                yield name, reader.read_tensor(name)
+
+
+def load_tensors(path: Path | str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Whole tensors by global name (those that start with `prefix`), on the CPU, without torch.distributed.
+
+    Raises:
+        CheckpointError: no checkpoint, or an incomplete or damaged one; names the file.
+    """
+    return dict(iterate_tensors(path, prefix))

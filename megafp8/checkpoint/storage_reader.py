@@ -1,0 +1,146 @@
+"""The reading half of the storage plug-in of torch.distributed.checkpoint: checked pieces, nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from megafp8.checkpoint.folders import check_files
+from megafp8.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
+from megafp8.checkpoint.piece_file import DTYPES, check_header, read_piece
+from megafp8.core.errors import CheckpointError, MegaError
+
+
+class PieceReader:
+    """Reads pieces of one checkpoint; a file is opened and its header checked when first needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, piece: Piece, dtype: str) -> torch.Tensor:
+        """One piece on the CPU, shape `piece.sizes`.
+
+        Raises:
+            CheckpointError: the file is missing, cannot be read or is damaged; names it.
+        """
+        path = self.folder / piece.file
+        if piece.file not in self._files:
+            try:
+                self._files[piece.file] = file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
+            except OSError as error:
+                reason = error.strerror or error
+                raise CheckpointError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
+            check_header(file, self.manifest.files[piece.file], path)
+        return read_piece(self._files[piece.file], piece, dtype, path)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU, put together from its pieces."""
+        entry = self.manifest.tensors[name]
+        if len(entry.pieces) == 1:
+            return self.read(entry.pieces[0], entry.dtype)
+        whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for piece in entry.pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            whole[box] = self.read(piece, entry.dtype)
+        return whole
+
+
+class FolderReader(StorageReader):
+    """Reads the checkpoint in `folder`; every byte that is used has passed its checksum."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest(0)
+        self._error: MegaError | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to reset: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest as the planners want it; a failure is kept for `set_up_storage_reader`.
+
+        The caller retries a failure here in another mode and loses its message.
+        """
+        try:
+            self.manifest = read_manifest(self.folder)
+        except MegaError as error:
+            self._error = error
+        return Metadata({name: _storage_metadata(entry) for name, entry in self.manifest.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Look at all files before any tensor is changed; one rank does, so that thousands do not.
+
+        Raises:
+            CheckpointError: manifest or files are damaged, missing or too many.
+        """
+        if self._error is not None:
+            raise self._error
+        if is_coordinator:
+            check_files(self.folder, self.manifest)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every piece that this rank needs once, and copy its part out of each."""
+        places = {
+            MetadataIndex(name, piece.offsets): (entry.dtype, piece)
+            for name, entry in self.manifest.tensors.items()
+            for piece in entry.pieces
+        }
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(item.storage_index, []).append(item)
+        with PieceReader(self.folder, self.manifest) as reader:
+            for index in sorted(wanted, key=lambda i: (places[i][1].file, places[i][1].start)):
+                dtype, piece = places[index]
+                source = reader.read(piece, dtype)
+                for item in wanted[index]:
+                    _copy(source, item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Paths are given to the constructor instead."""
+        return False
+
+
+def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
+    return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
+
+
+def _copy(source: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dim, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(source)
+    planner.commit_tensor(item, target)

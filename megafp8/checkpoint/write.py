@@ -1,0 +1,80 @@
+"""save: a step's tensors into one folder, whole or not at all, on any mesh."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megafp8.checkpoint.failures import house_error
+from megafp8.checkpoint.folders import step_name
+from megafp8.checkpoint.planners import SavePlanner, shards
+from megafp8.checkpoint.storage_writer import FolderWriter
+from megafp8.core.layout import Layout
+from megafp8.core.log import event, get_logger
+
+_log = get_logger(__name__)
+
+
+class Ranks(Protocol):
+    """What saving and loading ask of a mesh."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def size(self, axis: str) -> int: ...
+
+    def coord(self, axis: str) -> int: ...
+
+
+def save(
+    root: Path | str,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Ranks,
+    meta: dict[str, Any],
+) -> Path:
+    """Write `<root>/step_<step>`; collective, and on return the checkpoint is durable.
+
+    Args:
+        tensors: this rank's local tensors by global name, any device, any dtype that safetensors holds.
+        layouts: their Layouts; a tensor without one is whole and equal on every rank. Replicas are written once.
+        mesh: its ranks are those of torch.distributed; at world 1 that need not be initialised.
+        meta: JSON for `read_meta` and `load`.
+
+    Raises:
+        ResourceError: no space (told before anything is written where it can be known), no permission.
+        CheckpointError: any other failure, of any rank, on every rank. Nothing half-written remains, and what was there
+            before is untouched.
+    """
+    json.dumps(meta)  # a value that is no JSON fails here, on every rank, before anything is written
+    start = time.monotonic()
+    root = Path(root)
+    writer = FolderWriter(root, step, meta)
+    try:
+        with warnings.catch_warnings():  # the one process that is meant is announced as a surprise
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                shards(tensors, layouts, mesh),
+                storage_writer=writer,
+                planner=SavePlanner(),
+                no_dist=mesh.world == 1,
+            )
+    except CheckpointException as error:
+        writer.discard()
+        raise house_error(error, root) from error
+    path = root / step_name(step)
+    seconds = time.monotonic() - start
+    event(_log, "checkpoint saved", step=step, path=path, seconds=seconds)
+    return path
