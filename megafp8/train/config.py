@@ -5,9 +5,9 @@ TOML <- dotted overrides <- presets filled in; what only a combination can break
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,9 +15,9 @@ from megafp8.checkpoint.config import CheckpointConfig
 from megafp8.core.config import apply_overrides, build, config_dataclass, load_toml
 from megafp8.core.errors import ConfigError
 from megafp8.data.config import DataConfig
-from megafp8.models.config import ModelConfig, check_model, preset
-from megafp8.nn.precision_config import PrecisionConfig
-from megafp8.optim.config import OptimizerConfig
+from megafp8.models.config import ModelConfig, check_model
+from megafp8.nn.precision import PrecisionConfig
+from megafp8.optim.config import OptimizerConfig, check_schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
 
 
@@ -87,47 +87,28 @@ class RunConfig:
         return self.run.name or self.dir.name
 
 
-def from_values(values: Mapping[str, Any]) -> RunConfig:
-    """Build from nested dicts; `[model] preset = "llama3_8b"` fills in that preset's fields where none is given.
-
-    Raises:
-        ConfigError: all broken rules, a line each.
-    """
-    values = dict(values)
-    model = values.get("model")
-    if isinstance(model, Mapping) and model.get("preset"):
-        values["model"] = {**preset(str(model["preset"])), **model}
-    return build(RunConfig, values)
-
-
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's TOML and lay overrides over it.
 
     Raises:
         ConfigError: no such file, not TOML, or broken rules, a line each.
     """
-    return from_values(apply_overrides(load_toml(path), overrides))
+    return build(RunConfig, apply_overrides(load_toml(path), overrides))
 
 
 def check_run(config: RunConfig, world: int) -> list[str]:
     """Every rule that the combination breaks on `world` ranks, a line each with the way out; needs no torch."""
-    problems = check_mesh(config.parallel, world)
-    problems += check_model(config.model, tp=config.parallel.tp)
-    train, sequence = config.train, config.data.sequence_length
-    if sequence > config.model.max_sequence_length:
-        problems.append(
-            f"data.sequence_length {sequence} is longer than model.max_sequence_length "
-            f"{config.model.max_sequence_length}; shorten the one or raise the other"
-        )
-    if config.parallel.tp > 1 and config.parallel.sequence_parallel and sequence % config.parallel.tp:
-        near = sequence // config.parallel.tp * config.parallel.tp
-        problems.append(
-            f"data.sequence_length {sequence} is not divisible by tp {config.parallel.tp}, as sequence parallelism "
-            f"needs; nearest: {near}, {near + config.parallel.tp}"
-        )
-    if not check_mesh(config.parallel, world):
-        problems += _batch_problems(train, axis_sizes(config.parallel, world)["dp"])
-    return problems
+    mesh_problems = check_mesh(config.parallel, world)
+    problems = mesh_problems + check_model(
+        config.model,
+        tp=config.parallel.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_length=config.data.sequence_length,
+        precision=config.precision,
+    )
+    if not mesh_problems:
+        problems += _batch_problems(config.train, axis_sizes(config.parallel, world)["dp"])
+    return problems + check_schedule(config.optimizer, config.train.steps)
 
 
 def _batch_problems(train: TrainSection, dp: int) -> list[str]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.load import latest
-from megafp8.checkpoint.retention import prune
+from megafp8.checkpoint import prune
 from megafp8.core import log
 from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.log import event, get_logger
@@ -25,7 +24,7 @@ from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
-from megafp8.train.state import load_run, save_run
+from megafp8.train.state import load_newest_run, save_run
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.telemetry import GpuReadings, memory_bytes, peak_flops
 
@@ -94,16 +93,15 @@ class Run:
 
     def _resume(self) -> None:
         config, parts = self.parts.config, self.parts
-        path = latest(config.dir / "checkpoints")
-        if path is not None:
-            meta = load_run(parts, path)
-            self.step, self.saved = meta["step"], path
+        found = load_newest_run(parts)
+        if found is not None:
+            self.saved, self.step = found[0], found[1]["step"]
         if self.rank0:
             totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
             self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
             folder.write_facts(parts, self.peak)
-        if path is not None:
-            event(logger, "resumed", step=self.step, checkpoint=str(path))
+        if found is not None:
+            event(logger, "resumed", step=self.step, checkpoint=str(self.saved))
 
     def go(self) -> RunResult:
         """Take all steps that are left."""
@@ -121,8 +119,8 @@ class Run:
 
     def _one_step(self) -> None:
         config, parts = self.parts.config, self.parts
-        rate = learning_rate(config.optimizer, self.step, config.train.steps)
         self.step += 1
+        rate = learning_rate(config.optimizer, self.step, config.train.steps)
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
         if wants_stats:
             stats.arm(parts.fp8_states.values())
@@ -196,7 +194,6 @@ class Run:
         seconds = time.perf_counter() - start
         if self.rank0:
             prune(config.dir / "checkpoints", config.checkpoint)
-        event(logger, "checkpoint saved", step=self.step, path=str(self.saved), seconds=seconds)
         self.writer.write("event", self.step, event="saved", seconds=seconds)
 
     def _must_stop(self) -> bool:

@@ -45,6 +45,7 @@ class Parts:
     device: torch.device
     dtype: torch.dtype
     model: Decoder
+    named_parameters: list[tuple[str, torch.nn.Parameter]]
     buckets: GradBuckets
     optimizer: AdamW
     loader: Loader
@@ -93,7 +94,7 @@ def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
     optimizer = AdamW(named, config.optimizer, mesh)
     loader = train_loader(config, mesh, corpus)
     event(logger, "mesh", mesh=str(mesh), device=str(device), threads=torch.get_num_threads())
-    return Parts(config, mesh, device, dtype, model, buckets, optimizer, loader, corpus)
+    return Parts(config, mesh, device, dtype, model, named, buckets, optimizer, loader, corpus)
 
 
 def wants_compile(config: RunConfig, device: torch.device) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.load import load
-from megafp8.checkpoint.save import save
+from megafp8.checkpoint import load_newest, save
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
@@ -43,14 +42,20 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
     return save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
 
 
-def load_run(parts: Parts, path: Path) -> dict[str, Any]:
-    """Fill this run from a checkpoint of any mesh; returns its meta. Collective.
+def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
+    """Fill this run from its newest intact checkpoint, of any mesh; collective.
+
+    Returns:
+        its folder and its meta; None if the run has none yet.
 
     Raises:
-        CheckpointError: broken, another architecture, another tokenizer, or another recipe's FP8 state.
+        CheckpointError: none is intact, or the newest is of another architecture, tokenizer or recipe.
     """
     tensors, layouts = tensors_of(parts)
-    meta = load(path, tensors, layouts, parts.mesh)
+    found = load_newest(parts.config.dir / "checkpoints", tensors, layouts, parts.mesh)
+    if found is None:
+        return None
+    path, meta = found
     if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:
         raise CheckpointError(
             f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "
@@ -61,4 +66,4 @@ def load_run(parts: Parts, path: Path) -> dict[str, Any]:
     parts.loader.consumed_samples = meta["consumed_samples"]
     for state in parts.fp8_states.values():
         state.drop_weight_cache()
-    return meta
+    return path, meta

@@ -11,7 +11,7 @@ from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
 from megafp8.fp8.linear import update_states
 from megafp8.nn.layers import DropoutKey
-from megafp8.optim.clip import clip_factor, grad_norm
+from megafp8.optim.clip import clip_scale, grad_norm
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.train.setup import Parts
 
@@ -41,14 +41,13 @@ def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     parts.buckets.finish()
     loss /= target_tokens
     all_reduce_(loss, parts.mesh.group("dp"))
-    norm = grad_norm(parts.buckets.named_grads(), parts.mesh)
-    finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(norm))
+    norm = grad_norm(parts.named_parameters, parts.mesh)
+    finite = norm.finite and bool(torch.isfinite(loss))
     if finite:
-        factor = clip_factor(norm, parts.config.optimizer.clip_grad)
-        parts.optimizer.step(learning_rate, grad_scale=factor)
+        parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
         for state in parts.fp8_states.values():
             state.drop_weight_cache()
-    return StepResult(float(loss), float(norm), target_tokens, finite)
+    return StepResult(float(loss), norm.value, target_tokens, finite)
 
 
 def forward_backward(parts: Parts, batch: Batch, step: int, *, scale: float) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""The dry run: what a configuration would be on so many ranks, and what would be refused. No torch, no process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafp8.core.errors import DataError
+from megafp8.data.indexed import IndexedDataset
+from megafp8.models.config import gemm_shapes
+from megafp8.models.cost import checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
+from megafp8.nn.precision import plan_gemms
+from megafp8.parallel.mesh_config import axis_sizes, check_mesh
+from megafp8.train.config import RunConfig, check_run
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows (what, value) in the order in which they are shown, and the rules that are broken."""
+
+    rows: tuple[tuple[str, str], ...]
+    problems: tuple[str, ...]
+
+
+def smallest_world(config: RunConfig) -> int:
+    """Ranks of one data-parallel replica times `parallel.dp`, where 0 counts as 1."""
+    p = config.parallel
+    return p.pp * p.cp * p.tp * max(1, p.dp)
+
+
+def dry_run(config: RunConfig, world: int) -> Report:
+    """Judge `config` on `world` ranks; corpora are looked at where they exist, and said to be missing where not."""
+    problems = check_run(config, world)
+    rows = _model_rows(config) + _precision_rows(config)
+    if not check_mesh(config.parallel, world):
+        rows += _mesh_rows(config, world) + _memory_rows(config)
+    rows += _token_rows(config) + _corpus_rows(config)
+    return Report(tuple(rows), tuple(problems))
+
+
+def _model_rows(config: RunConfig) -> list[tuple[str, str]]:
+    model, sequence = config.model, config.data.sequence_length
+    causal, full = (flops_per_token(model, sequence, causal=c) for c in (True, False))
+    tied = "tied" if model.tied_embeddings else "untied"
+    return [
+        (
+            "model",
+            f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads "
+            f"({model.num_kv_heads} kv) of {model.head_dim}, ffn {model.ffn_hidden_size}, vocabulary "
+            f"{model.vocab_size} {tied}",
+        ),
+        ("parameters", f"{num_parameters(model):,}"),
+        ("FLOPs a token", f"{causal:.4g} (attention causal), {full:.4g} (attention full)"),
+    ]
+
+
+def _precision_rows(config: RunConfig) -> list[tuple[str, str]]:
+    precision = config.precision
+    names = list(gemm_shapes(config.model))
+    plan, _ = plan_gemms(precision, names, config.model.num_layers)
+    counts: dict[str, int] = {}
+    for name in names:
+        recipe = plan[name]
+        counts[recipe] = counts.get(recipe, 0) + 1
+    shown = ", ".join(f"{n} in {precision.dtype if r == 'none' else 'FP8 ' + r}" for r, n in counts.items())
+    return [("linear layers", f"{shown}; embedding, output layer and norms in {precision.dtype}")]
+
+
+def _mesh_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
+    sizes = axis_sizes(config.parallel, world)
+    micro = config.train.global_batch // (config.train.micro_batch * sizes["dp"])
+    shown = " ".join(f"{axis}={sizes[axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
+    return [("ranks", f"{world}: {shown}"), ("micro-batches a step", f"{micro} of {config.train.micro_batch} on each dp rank")]
+
+
+def _memory_rows(config: RunConfig) -> list[tuple[str, str]]:
+    parts = memory_bytes(
+        config.model,
+        micro_batch=config.train.micro_batch,
+        sequence_length=config.data.sequence_length,
+        tp=config.parallel.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=config.precision.dtype,
+        fp8=config.precision.recipe != "none",
+        recompute=config.train.recompute,
+    )
+    return [
+        (
+            "memory a rank",
+            f"{size(parts.total)}: weights {size(parts.parameters)}, gradients {size(parts.gradients)}, optimizer "
+            f"{size(parts.optimizer)}, activations {size(parts.activations)}, loss {size(parts.logits)}",
+        ),
+        ("checkpoint", f"{size(checkpoint_bytes(config.model))}, every {config.checkpoint.interval} steps"),
+    ]
+
+
+def _token_rows(config: RunConfig) -> list[tuple[str, str]]:
+    a_step = config.train.global_batch * config.data.sequence_length
+    return [("tokens", f"{a_step:,} a step, {a_step * config.train.steps:,} in {config.train.steps:,} steps")]
+
+
+def _corpus_rows(config: RunConfig) -> list[tuple[str, str]]:
+    rows, known = [], 0
+    for kind, sources in (("train", config.data.train), ("valid", config.data.valid)):
+        for source in sources:
+            try:
+                dataset = IndexedDataset(source.path)
+            except DataError as error:
+                state = str(error) if Path(f"{source.path}.bin").exists() else "not there yet"
+                rows.append((f"{kind} {source.path}", state))
+                continue
+            rows.append((f"{kind} {source.path}", f"{dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents"))
+            known += dataset.num_tokens if kind == "train" else 0
+    if known:
+        wanted = config.train.global_batch * config.data.sequence_length * config.train.steps
+        rows.append(("epochs", f"{wanted / known:.2f}"))
+    return rows
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

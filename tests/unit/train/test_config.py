@@ -1,0 +1,94 @@
+"""train/config and train/check: what is refused before any process starts, and what every example would be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.core.config import build, dump_toml, load_toml, to_dict
+from megafp8.core.errors import ConfigError
+from megafp8.train.check import dry_run, smallest_world
+from megafp8.train.config import RunConfig, check_run, load_run_config, refuse_broken
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*/pretrain.toml"))
+TINY = ROOT / "examples/tiny_cpu/pretrain.toml"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.parent.name)
+def test_every_example_is_planned(path):
+    config = load_run_config(path)
+    world = max(smallest_world(config), 2)
+    report = dry_run(config, world)
+    assert report.problems == ()
+    rows = dict(report.rows)
+    assert {"model", "parameters", "ranks", "memory a rank", "checkpoint", "tokens"} <= set(rows)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.parent.name)
+def test_resolved_configuration_round_trips(path, tmp_path):
+    config = load_run_config(path)
+    (tmp_path / "c.toml").write_text(dump_toml(config, comments=True))
+    assert build(RunConfig, load_toml(tmp_path / "c.toml")) == config
+
+
+def test_all_broken_rules_at_once_with_ways_out():
+    config = load_run_config(
+        TINY, ["--parallel.tp", "4", "--train.global_batch", "30", "--data.sequence_length", "255"]
+    )
+    text = "\n".join(check_run(config, 8))
+    assert "num_kv_heads 2 is not divisible by parallel.tp 4" in text
+    assert "global_batch 30 is not divisible by dp 2 x train.micro_batch 4; nearest: 24, 32" in text
+    assert "sequence_length 255 is not divisible by parallel.tp 4" in text
+    with pytest.raises(ConfigError):
+        refuse_broken(config, 8)
+
+
+def test_a_sequence_longer_than_the_model_takes_is_refused():
+    config = load_run_config(TINY, ["--data.sequence_length", "512"])
+    assert any("512" in p and "max_sequence_length" in p for p in check_run(config, 1))
+
+
+def test_axes_that_come_later_are_refused_by_name():
+    config = load_run_config(TINY, ["--parallel.pp", "2", "--parallel.cp", "2"])
+    text = "\n".join(check_run(config, 4))
+    assert "pipeline parallelism" in text and "context parallelism" in text
+
+
+def test_a_wrong_key_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"train\.step: unknown key; nearest: steps"):
+        load_run_config(TINY, ["--train.step", "3"])
+
+
+def test_presets_fill_in_and_what_is_written_wins():
+    config = load_run_config(ROOT / "examples/llama3_8b/pretrain.toml", ["--model.num_layers", "2"])
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_kv_heads) == (2, 4096, 8)
+    assert to_dict(config)["model"]["preset"] == "llama3_8b"
+
+
+def _megafp8(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "megafp8", *words], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_command_line_refuses_in_one_line_each_with_code_2():
+    done = _megafp8("check", str(TINY), "--ranks", "3", "--train.stps", "5")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "train.stps: unknown key; nearest: steps" in done.stderr
+    done = _megafp8("check", str(TINY), "--ranks", "3")
+    assert done.returncode == 2 and "not divisible by dp 3" in done.stderr and "Traceback" not in done.stderr
+    done = _megafp8("pretrain", str(TINY), "--nproc", "3")
+    assert done.returncode == 2 and "not divisible by dp 3" in done.stderr
+    done = _megafp8("pretrian")
+    assert done.returncode == 2 and "nearest: pretrain" in done.stderr
+    done = _megafp8("check", str(TINY), "--rank", "3")
+    assert done.returncode == 2 and "--rank: megafp8 check has no such option; nearest: --ranks" in done.stderr
+
+
+def test_check_and_print_config():
+    done = _megafp8("check", str(TINY), "--ranks", "2")
+    assert done.returncode == 0 and "nothing would be refused" in done.stdout
+    done = _megafp8("pretrain", str(TINY), "--print-config", "--optimizer.lr", "0.001")
+    assert done.returncode == 0 and "lr = 0.001  # default: 0.0003" in done.stdout

@@ -1,0 +1,102 @@
+"""train/folder, metrics, guard: one run a folder, one record a step, however often it was stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.core.config import to_dict
+from megafp8.core.errors import ConfigError, NumericsError, ResourceError
+from megafp8.train import folder, metrics
+from megafp8.train.config import load_run_config
+from megafp8.train.guard import NonFiniteGuard, RunLock
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "examples/tiny_cpu/pretrain.toml"
+
+
+def _config(tmp_path: Path, *overrides: str):
+    return load_run_config(TINY, ["--run.dir", str(tmp_path / "run"), *overrides])
+
+
+def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
+    folder.prepare(_config(tmp_path))
+    before = (tmp_path / "run/config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"optimizer\.lr was 0\.003, is 0\.5"):
+        folder.prepare(_config(tmp_path, "--optimizer.lr", "0.5"))
+    assert (tmp_path / "run/config.toml").read_bytes() == before
+
+
+def test_length_logging_and_ranks_may_change(tmp_path):
+    folder.prepare(_config(tmp_path))
+    folder.prepare(_config(tmp_path, "--train.steps", "900", "--parallel.tp", "2", "--log.interval", "1"))
+    assert folder.changes(to_dict(_config(tmp_path)), to_dict(_config(tmp_path, "--run.seed", "7"))) == {
+        "run.seed": (1234, 7)
+    }
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(ResourceError, match="choose another run.dir"):
+        folder.prepare(_config(tmp_path))
+
+
+def test_the_lock_names_its_holder_and_ends_with_the_process(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from megafp8.train.guard import RunLock\n"
+        f"lock = RunLock(Path({str(tmp_path)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(ResourceError, match=f'in use by .*"pid": {holder.pid}'):
+        RunLock(tmp_path).acquire()
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_rewind_keeps_one_record_a_step_and_all_seconds(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"kind": "train", "step": s, "loss": 1.0, "run_seconds": 2.0 * s, "productive_seconds": 1.0 * s}
+        for s in (1, 2, 3, 4)
+    ]
+    lines.insert(2, {"kind": "event", "step": 9, "event": "saved"})
+    path.write_bytes(b"\n".join(json.dumps(x).encode() for x in lines) + b'\n{"kind": "train", "st')
+    totals = metrics.rewind(path, 2)
+    assert totals == {"run_seconds": 8.0, "productive_seconds": 2.0}
+    kept = metrics.read_lines(path)
+    assert [r["step"] for r in kept if r["kind"] == "train"] == [1, 2]
+    assert [r["step"] for r in kept if r["kind"] == "event"] == [9]
+    assert metrics.rewind(tmp_path / "none.jsonl", 0) == {"run_seconds": 0.0, "productive_seconds": 0.0}
+
+
+def test_the_console_line_keeps_megatrons_order():
+    fields = dict(
+        step=3, consumed_samples=24, step_seconds=0.5, tflops_causal=1.5, tokens_per_second=4096.0, lr=1e-3,
+        global_batch=8, loss=2.5, loss_scale=1.0, grad_norm=0.7, skipped=0, nan=0, goodput=0.9,
+    )  # fmt: skip
+    line = metrics.console_line(fields, steps=10, eta_seconds=3700)
+    order = ["iteration", "consumed samples", "elapsed time", "throughput", "learning rate", "global batch size",
+             "lm loss", "loss scale", "grad norm", "skipped", "nan", "eta: 1:01:40", "goodput: 90.0%"]  # fmt: skip
+    places = [line.index(word) for word in order]
+    assert places == sorted(places)
+
+
+def test_too_many_nonfinite_steps_in_a_row_end_the_run():
+    guard = NonFiniteGuard(2)
+    for step in (1, 2):
+        guard.observe(step, finite=False, loss=math.nan, grad_norm=1.0)
+    guard.observe(3, finite=True, loss=1.0, grad_norm=1.0)
+    guard.observe(4, finite=False, loss=math.inf, grad_norm=1.0)
+    guard.observe(5, finite=False, loss=math.inf, grad_norm=1.0)
+    with pytest.raises(NumericsError, match="step 6: loss inf"):
+        guard.observe(6, finite=False, loss=math.inf, grad_norm=1.0)
+    assert guard.total == 5
