@@ -105,7 +105,7 @@ class LinearState:
         return cached.quantized
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable  # it has state; its kernels are compiled by themselves
 def quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: LinearState
 ) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.kernels import amax_of, encode, spec_scale
+from megafp8.fp8.kernels import amax_of, encode, scaler
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
 
 
@@ -48,5 +48,5 @@ def quantize(x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None = Non
         x: any floating dtype, any shape.
     """
     if scale is None:
-        scale = spec_scale(amax_of(x), spec)
+        scale = scaler(spec)(amax_of(x))
     return QuantizedTensor(encode(x, scale, spec.format), scale_inverse(scale), spec.format)

@@ -93,16 +93,17 @@ def format_of(fp8_format: str, role: str) -> Format:
 
 def scale_from_amax(
     amax: torch.Tensor,
-    fmt: Format,
+    fp8_max: float,
     *,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
     value_for_inf: float = FLOAT32_MAX,
 ) -> torch.Tensor:
-    """The scale that maps `amax` to the largest value of `fmt`, bit for bit as TE's kernel computes it.
+    """The scale that maps `amax` to `fp8_max`, bit for bit as TE's kernel computes it.
 
     Args:
         amax: fp32, any shape.
+        fp8_max: largest value of the format.
         value_for_inf: what an overflowing scale becomes; block scaling passes the input dtype's maximum.
 
     Returns:
@@ -112,7 +113,7 @@ def scale_from_amax(
     """
     a = torch.where(amax < amax_epsilon, torch.full_like(amax, amax_epsilon), amax)
     # full_like, for `448.0 / a` would be computed as a.reciprocal() * 448, which is 1 ulp off in a quarter of cases
-    scale = torch.div(torch.full_like(a, fmt.max), a)
+    scale = torch.div(torch.full_like(a, fp8_max), a)
     scale = torch.where(torch.isinf(scale), torch.full_like(a, value_for_inf), scale)
     if power_2_scale:
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)

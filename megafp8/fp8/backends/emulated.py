@@ -74,11 +74,7 @@ class Emulated:
         fast = self._is_fast(a) and self._is_fast(b)
         acc = a @ b if fast else a.float() @ b.float()
         kernels = self._kernels(acc) if fast else eager_kernels()
-        if bias is None:
-            # the kernel sees a vector: one compiled loop serves every shape
-            kernels.rescale_(acc.view(-1), scale_inv_a, scale_inv_b)
-        else:
-            kernels.rescale_bias_(acc, scale_inv_a, scale_inv_b, bias.detach())
+        kernels.rescale_(acc, scale_inv_a, scale_inv_b, bias)
         return acc.to(dtype)
 
     def _is_fast(self, x: torch.Tensor) -> bool:
