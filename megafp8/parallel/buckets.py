@@ -1,7 +1,7 @@
 """GradBuckets: main gradients in fp32, contiguous, summed over the replicas while backward is still running.
 
-Gradients arrive by a hook on each parameter; the optimizer reads `param.main_grad`. What a gradient means (which
-loss, which scale) is not known here.
+Gradients arrive by a hook on each parameter; the optimizer reads `param.main_grad`. What a gradient means
+(which loss, which scale) is not known here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megafp8.parallel.mesh import Mesh
 
 REPLICA_AXES = ("dp", "cp")
 
-# gloo's throughput falls above 16 MB (measured); NCCL wants no less than tens of MB, but overlaps them as well.
+# gloo's throughput falls above 16 MB (measured).
 BUCKET_BYTES = 16 << 20
 
 
@@ -39,15 +39,17 @@ class GradBuckets:
     """The main gradients of all parameters of this rank.
 
     A step is: `zero_()`; backward of each micro-batch, all but the last inside `no_sync()`; `finish()`. Then
-    `param.main_grad` (local shape, fp32, fp64 for fp64 parameters) is the sum over micro-batches, over dp and cp,
-    and over the axes that the parameter's `layout.grad_sum` names. `param.grad` is freed as it arrives.
+    `param.main_grad` (local shape, fp32, fp64 for fp64 parameters) is the sum over micro-batches, over dp
+    and cp, and over the axes that `grad_sum` of the parameter's layout names. `param.grad` is freed as it
+    arrives.
 
-    Buckets are filled in backward order and reduced in one fixed order on all ranks, each as soon as it and those
-    before it are full. A parameter that got no gradient counts as zero and is reduced at `finish()`, so ranks that
-    used different parameters do not wait for each other for ever.
+    Buckets fill in backward order and are reduced in one fixed order on all ranks, each as soon as it and
+    those before it are full. A parameter that got no gradient counts as zero and is reduced at `finish()`,
+    so ranks that used different parameters do not wait for each other for ever.
 
     Attributes:
-        events: since `zero_()`: ("gradient", parameter name), ("reduce", bucket number), ("finish", 0) in order.
+        events: since `zero_()`: ("gradient", parameter name), ("reduce", bucket number), ("finish", 0) in
+        order.
     """
 
     def __init__(

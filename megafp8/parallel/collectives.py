@@ -1,9 +1,9 @@
 """Every collective, plain and as autograd pairs; the only file in which CPU (gloo) and GPU (NCCL) differ.
 
-Facts of gloo that are met here (torch 2.13, measured): it sums bf16 in bf16 with a result that depends on the
-element's position, so 16-bit floats are summed in fp32; its reduce-scatter and all-gather are several times slower
-than all-to-all plus a local sum in rank order, and than point-to-point into slices; and it refuses FP8 types except
-point-to-point.
+Facts of gloo that are met here (torch 2.13, measured): it sums bf16 in bf16 with a result that depends on
+the element's position, so 16-bit floats are summed in fp32; its reduce-scatter and all-gather are several
+times slower than all-to-all plus a local sum in rank order, and than point-to-point into slices; and it
+refuses FP8 types except point-to-point.
 
 Each autograd function names its conjugate, the collective of its backward pass:
 
@@ -58,7 +58,7 @@ def _all_reduce_narrow_(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch
 
 
 def start_all_reduce_(tensor: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start summing `tensor` (fp32 or fp64, contiguous) in place; `.wait()` on what is returned, if anything."""
+    """Start summing `tensor` (fp32 or fp64, contiguous) in place; `.wait()` on the result, None if alone."""
     assert tensor.dtype not in _NARROW, "gloo sums 16-bit floats in 16 bits"
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
 
@@ -96,7 +96,9 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
     if group is None:
         return tensor
     size = dist.get_world_size(group)
-    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
+    assert tensor.shape[dim] % size == 0, (
+        f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
+    )
     parts = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).contiguous()
     if _by_library(parts):
         out = torch.empty_like(parts[0])
@@ -133,7 +135,9 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _my_slice(tensor: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
     size = mesh.size(axis)
-    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {axis} {size}"
+    assert tensor.shape[dim] % size == 0, (
+        f"dim {dim} of {tuple(tensor.shape)} does not divide by {axis} {size}"
+    )
     step = tensor.shape[dim] // size
     return tensor.narrow(dim, mesh.coord(axis) * step, step).contiguous()
 

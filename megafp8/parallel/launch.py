@@ -1,4 +1,4 @@
-"""How a process learns its rank and joins the others: torchrun's or Slurm's variables, passed in as a mapping.
+"""How a process learns its rank and joins the others: torchrun's or Slurm's variables, given as a mapping.
 
 The environment itself is read by the caller, once.
 """
@@ -39,22 +39,22 @@ def read_launch(env: Mapping[str, str]) -> LaunchInfo:
         ConfigError: a variable is missing or not a number, or the rank is not below the world size.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        missing = [name for name in (*names, "MASTER_ADDR") if not env.get(name)]
+        names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
-            raise ConfigError(f"{', '.join(missing)} not set, but RANK or WORLD_SIZE is; start with torchrun or srun")
+            raise ConfigError(f"{', '.join(missing)} not set beside RANK or WORLD_SIZE; start with torchrun")
         address, port = env["MASTER_ADDR"], _integer(env, "MASTER_PORT")
     elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
-        in_range = _FIRST_PORT + _integer(env, "SLURM_JOB_ID") % _NUM_PORTS
-        port = _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else in_range
+        free = _FIRST_PORT + _integer(env, "SLURM_JOB_ID") % _NUM_PORTS
+        port = _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else free
     else:
         return LaunchInfo()
-    info = LaunchInfo(*(_integer(env, name) for name in names[:3]), address=address, port=port)
-    if not 0 <= info.rank < info.world:
-        raise ConfigError(f"{names[0]} = {info.rank} is not in 0..{info.world - 1} ({names[1]} = {info.world})")
-    return info
+    rank, world, local_rank = (_integer(env, name) for name in names)
+    if not 0 <= rank < world:
+        raise ConfigError(f"{names[0]} = {rank} is not in 0..{world - 1}, as {names[1]} = {world} asks")
+    return LaunchInfo(rank, world, local_rank, address, port)
 
 
 def first_host(nodelist: str) -> str:
@@ -65,7 +65,7 @@ def first_host(nodelist: str) -> str:
     """
     match = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
     if not match:
-        raise ConfigError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host; set MASTER_ADDR to rank 0's host")
+        raise ConfigError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host; set MASTER_ADDR to rank 0's")
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
@@ -73,7 +73,7 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env.get(name, ""))
     except ValueError:
-        raise ConfigError(f"{name} = {env.get(name)!r} is not a number; start with torchrun or srun") from None
+        raise ConfigError(f"{name} = {env.get(name)!r} is no number; start with torchrun or srun") from None
 
 
 def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: int = 600) -> LaunchInfo:

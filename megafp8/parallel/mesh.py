@@ -1,4 +1,4 @@
-"""Mesh: this rank's place and the process groups along each axis. An axis of size 1 has no group and no cost."""
+"""Mesh: this rank's place and the process groups along each axis. An axis of size 1 has no group."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def build_mesh(config: ParallelConfig, world: int) -> Mesh:
     sizes = axis_sizes(config, world)
     if world == 1:
         return Mesh(sizes)
-    assert dist.is_initialized() and dist.get_world_size() == world, "init_distributed comes before build_mesh"
-    return Mesh(sizes, dist.get_rank(), world, _new_groups(sizes), config.sequence_parallel and sizes["tp"] > 1)
+    assert dist.is_initialized() and dist.get_world_size() == world, "init_distributed comes first"
+    sequence_parallel = config.sequence_parallel and sizes["tp"] > 1
+    return Mesh(sizes, dist.get_rank(), world, _new_groups(sizes), sequence_parallel)
 
 
 def _new_groups(sizes: Mapping[str, int]) -> dict[tuple[str, ...], dist.ProcessGroup]:

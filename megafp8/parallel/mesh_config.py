@@ -1,6 +1,6 @@
 """The mesh as arithmetic: sizes, coordinates, and what is refused and why.
 
-No torch here, so that `megafp8 check` can judge a mesh before any process starts; process groups are in `mesh`.
+No torch here, so that `megafp8 check` judges a mesh before any process starts; process groups are in `mesh`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ class ParallelConfig:
     """How many ranks stand along each axis of the mesh."""
 
     pp: Annotated[int, Field(ge=1, description="pipeline stages")] = 1
-    dp: Annotated[int, Field(ge=0, description="replicas of the model; 0 = all ranks that the other axes leave")] = 0
+    dp: Annotated[
+        int, Field(ge=0, description="replicas of the model; 0 = all that the other axes leave")
+    ] = 0
     cp: Annotated[int, Field(ge=1, description="ranks that share a sequence")] = 1
     tp: Annotated[int, Field(ge=1, description="ranks that share a layer's matrices")] = 1
     ep: Annotated[int, Field(ge=1, description="ranks that share a layer's experts")] = 1
     sequence_parallel: Annotated[
-        bool, Field(description="shard norms and residuals along the sequence over tp; without effect at tp = 1")
+        bool, Field(description="shard norms and residuals along the sequence over tp; no effect at tp = 1")
     ] = True
     dp_shard: Annotated[
         str, Field(description='what dp ranks share out instead of each holding it whole: "none"')
@@ -42,7 +44,7 @@ class ParallelConfig:
 def check_mesh(config: ParallelConfig, world: int) -> list[str]:
     """Every rule that this mesh of `world` ranks breaks, a line each with the way out; empty if it stands."""
     problems = [
-        f"parallel.{axis} = {getattr(config, axis)}: {_LONG_NAMES[axis]} is not in this version; use {axis} = 1"
+        f"parallel.{axis} = {getattr(config, axis)}: {_LONG_NAMES[axis]} comes later; use {axis} = 1"
         for axis in LATER_AXES
         if getattr(config, axis) > 1
     ]
@@ -60,7 +62,9 @@ def _size_problems(config: ParallelConfig, world: int) -> list[str]:
         return [f"world = {world}: at least one process is needed"]
     if dp == 0:
         if world % tp:
-            return [f"parallel.tp = {tp} does not divide {world} processes; nearest: tp = {_near_divisors(world, tp)}"]
+            return [
+                f"parallel.tp = {tp} does not divide {world} processes; nearest: {_near_divisors(world, tp)}"
+            ]
     elif dp * tp != world:
         way_out = f"start {dp * tp} processes"
         if world % tp == 0:
@@ -80,8 +84,9 @@ def _near_divisors(number: int, near: int) -> str:
 
 def axis_sizes(config: ParallelConfig, world: int) -> dict[str, int]:
     """Size of each axis for a mesh that `check_mesh` accepts, dp = 0 resolved."""
-    others = config.pp * config.cp * config.tp
-    return {"pp": config.pp, "dp": config.dp or world // others, "cp": config.cp, "tp": config.tp, "ep": config.ep}
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    sizes["dp"] = config.dp or world // (config.pp * config.cp * config.tp)
+    return sizes
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Run a function as several real processes over gloo; a hang ends with every rank's stack, never in silence.
 
-Processes come from a fork server that has imported torch once and computed nothing, so that a test costs tens of
-milliseconds a rank, and no thread pool is ever forked.
+Processes come from a fork server that has imported torch once and computed nothing, so that a test costs
+tens of milliseconds a rank, and no thread pool is ever forked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     with tempfile.TemporaryDirectory(prefix="megafp8-ranks-") as folder_name:
         folder = Path(folder_name)
         processes = [
-            _CONTEXT.Process(target=_rank_main, args=(function, rank, world, args, folder, timeout), daemon=True)
+            _CONTEXT.Process(
+                target=_rank_main, args=(function, rank, world, args, folder, timeout), daemon=True
+            )
             for rank in range(world)
         ]
         for process in processes:

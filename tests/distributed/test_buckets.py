@@ -43,7 +43,9 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 32, (GLOBAL_BATCH, 5), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(rank: int, world: int, steps: int, micro_batches: int, bucket_bytes: int, dtype: torch.dtype) -> dict:
+def gradients(
+    rank: int, world: int, steps: int, micro_batches: int, bucket_bytes: int, dtype: torch.dtype
+) -> dict:
     """Main gradients of the last of `steps` equal steps, and the events of that step."""
     mesh = build_mesh(ParallelConfig(dp=world), world)
     net = Net(dtype)
@@ -76,10 +78,12 @@ def test_same_gradients_on_any_number_of_replicas(world, micro_batches):
     expected = by_autograd()
     for result in run_ranks(gradients, world, 2, micro_batches, SMALL, torch.float64):
         for name, grad in result["grads"].items():
-            # 80 token terms summed in another order: 80 * 2**-53 = 9e-15 of the sum of magnitudes, which is well
-            # below 100 x the largest element.
+            # 80 token terms summed in another order: 80 * 2**-53 = 9e-15 of the sum of magnitudes, which is
+            # well below 100 x the largest element.
             assert grad.dtype == torch.float64
-            assert (grad - expected[name]).abs().max() <= 1e-12 * max(1.0, expected[name].abs().max().item()), name
+            assert (grad - expected[name]).abs().max() <= 1e-12 * max(
+                1.0, expected[name].abs().max().item()
+            ), name
         assert result["grads"]["unused"].eq(0).all()
 
 
@@ -95,8 +99,9 @@ def test_reduction_starts_before_backward_ends_and_only_on_the_last_micro_batch(
         events = result["events"]
         assert result["num_buckets"] == 3
         assert [e for e in events if e[0] == "reduce"] == [("reduce", 0), ("reduce", 1), ("reduce", 2)]
-        # Three micro-batches of 4 gradients each: the tied embedding counts once, `unused` never. The reductions lie
-        # in the third: layers 2 and 1 fill bucket 0; what shares a bucket with `unused` waits for finish().
+        # Three micro-batches of 4 gradients each: the tied embedding counts once, `unused` never. The
+        # reductions lie in the third: layers 2 and 1 fill bucket 0; what shares a bucket with `unused` waits
+        # for finish().
         assert all(kind == "gradient" for kind, _ in events[:10])
         assert events[10:12] == [("reduce", 0), ("gradient", "layers.0")]
         assert sum(1 for _, name in events if name == "embedding") == 3
@@ -105,7 +110,9 @@ def test_reduction_starts_before_backward_ends_and_only_on_the_last_micro_batch(
 def overlapped(rank: int, world: int) -> list:
     net = Net()
     del net.unused
-    buckets = GradBuckets(list(net.named_parameters()), build_mesh(ParallelConfig(), world), bucket_bytes=SMALL)
+    buckets = GradBuckets(
+        list(net.named_parameters()), build_mesh(ParallelConfig(), world), bucket_bytes=SMALL
+    )
     net(tokens()[rank::world]).backward()
     before_finish = list(buckets.events)
     buckets.finish()

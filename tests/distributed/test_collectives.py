@@ -26,16 +26,19 @@ def plain(rank: int, world: int) -> None:
     for dtype in DTYPES:
         pieces = [piece(r, (8, 3, 4), dtype) for r in range(world)]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # Two ranks: one addition in the wide type, exact up to its one rounding, so bits agree. Four: the all-reduce
-        # may add in another order; three additions of numbers below 4*5 each err at most eps/2 * 20, then one
-        # rounding to the narrow type, which can turn that into one of its own units (eps * 16 at magnitude <= 16).
+        # Two ranks: one addition in the wide type, exact up to its one rounding, so bits agree. Four: the
+        # all-reduce may add in another order; three additions of numbers below 4*5 each err at most eps/2 *
+        # 20, then one rounding to the narrow type, which can turn that into one of its own units (eps * 16
+        # at magnitude <= 16).
         exact = sum(p.to(wide) for p in pieces).to(dtype)
         slack = 0.0 if world == 2 else 3 * torch.finfo(wide).eps * 10 + (0 if dtype == wide else 2**-8 * 16)
         total = c.all_reduce_(pieces[rank].clone(), group)
         assert total.dtype == dtype and (total - exact).abs().max() <= slack
         for dim in (0, 2):
             mine = c.reduce_scatter(pieces[rank], group, dim)
-            assert mine.is_contiguous() and torch.equal(mine, exact.chunk(world, dim)[rank])  # rank order: exact
+            assert mine.is_contiguous() and torch.equal(
+                mine, exact.chunk(world, dim)[rank]
+            )  # rank order: exact
             for other in (pieces[rank], pieces[rank].transpose(0, 2).contiguous().transpose(0, 2)):
                 assert torch.equal(c.all_gather(other, group, dim), torch.cat(pieces, dim))
     assert c.all_reduce_(torch.tensor([rank]), group, "max").item() == world - 1
@@ -45,7 +48,8 @@ def plain(rank: int, world: int) -> None:
 
 
 def narrow_sum(rank: int, world: int) -> None:
-    # 256 + 1 + 1 + 1 = 259 rounds to 260 in bf16 (8 bits: spacing 2 above 256), but bf16 additions stay at 256.
+    # 256 + 1 + 1 + 1 = 259 rounds to 260 in bf16 (8 bits: spacing 2 above 256), but bf16 additions stay at
+    # 256.
     x = torch.full((64,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     assert c.all_reduce_(x.clone(), dist.group.WORLD).eq(260).all()
     assert c.all_reduce_(x[:63].clone(), dist.group.WORLD).eq(260).all()  # does not divide by 4
@@ -163,6 +167,6 @@ def test_a_hang_shows_every_stack():
 
 def test_a_rank_that_raises_is_named():
     begin = time.monotonic()
-    with pytest.raises(AssertionError, match="rank 1 raised:\n(.|\n)*the odd one"):
+    with pytest.raises(AssertionError, match=r"rank 1 raised:\n(.|\n)*the odd one"):
         run_ranks(one_raises, 2)
     assert time.monotonic() - begin < 30  # not the 60 s of a hang

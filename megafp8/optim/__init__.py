@@ -1,0 +1,1 @@
+"""From gradients to parameters: clip, learning rate, AdamW with fp32 masters. Importing it is light."""

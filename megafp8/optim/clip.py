@@ -1,0 +1,54 @@
+"""The global gradient norm, every element of the model counted once on any mesh, and the clip by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megafp8.core.layout import layout_of
+from megafp8.parallel.collectives import all_reduce_
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.mesh_config import RANK_ORDER
+
+
+class GradNorm(NamedTuple):
+    """The norm, and whether all gradients on all ranks are finite; both bit for bit equal on all ranks."""
+
+    value: float
+    finite: bool
+
+
+def grad_norm(named_params: Sequence[tuple[str, torch.nn.Parameter]], mesh: Mesh) -> GradNorm:
+    """Euclidean norm of all `main_grad`s of the model; collective: all ranks of the mesh call it.
+
+    Squares are summed in fp64. A tensor that several ranks hold counts on that one of them which stands at 0
+    along the axes that do not split it; a non-finite element counts on any.
+    """
+    counted: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+    once = {id(param): param for _, param in named_params if param.requires_grad}
+    for param in once.values():
+        split = layout_of(param).split.values()
+        owner = all(mesh.coord(axis) == 0 for axis in RANK_ORDER if axis not in split)
+        (counted if owner else copies).append(param.main_grad)  # type: ignore[attr-defined]
+    device = next(iter(once.values())).device
+    mine, others = _square_sum(counted, device), _square_sum(copies, device)
+    sums = torch.stack([mine, (~torch.isfinite(mine + others)).double()])
+    # The flag is not read off the norm, for it tells of copies too, which are not in the sum.
+    all_reduce_(sums, mesh.group_of(RANK_ORDER))
+    square, num_broken = sums.tolist()
+    return GradNorm(square**0.5 if square >= 0 else square, num_broken == 0)
+
+
+def clip_scale(norm: float, clip_grad: float) -> float:
+    """The factor that brings gradients of `norm` down to `clip_grad`; 1.0 if it is below, or `clip_grad` 0."""
+    return clip_grad / norm if 0 < clip_grad < norm else 1.0
+
+
+def _square_sum(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, torch.float64)
+    return torch.stack(norms).square().sum()
