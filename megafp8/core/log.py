@@ -17,6 +17,17 @@ _SECRET_VALUE = re.compile(r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|(?<=://)
 _state = {"rank": 0}
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what sys.stderr is at that moment: a progress bar puts its own there, to keep lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        return sys.stderr
+
+
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of a module, a child of the one `megafp8` logger."""
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
@@ -37,7 +48,7 @@ def set_up(*, rank: int = 0, file: Path | None = None, quiet: bool = False) -> N
         root.removeHandler(handler)
         handler.close()
     formatter = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
-    stream = logging.StreamHandler(sys.stderr)
+    stream = _Stderr()
     stream.setLevel(logging.WARNING if quiet else logging.INFO)
     handlers: list[logging.Handler] = [stream]
     if file is not None:

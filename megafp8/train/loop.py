@@ -22,6 +22,7 @@ from megafp8.train import folder, metrics
 from megafp8.train.config import RunConfig
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.progress import StepBar
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import load_newest_run, save_run
@@ -87,6 +88,7 @@ class Run:
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
         self.gpu = GpuReadings(parts.device)
+        self.tokens_per_step = config.train.global_batch * config.data.sequence_length
         self.peak = peak_flops(parts.device, parts.dtype)
         self._resume()
         self.writer = metrics.MetricsWriter(config.dir, enabled=self.rank0, tensorboard=config.log.tensorboard)
@@ -110,14 +112,15 @@ class Run:
             self.writer.write("event", self.step, event="resumed", checkpoint=str(self.saved))
         if self.step >= config.train.steps:
             event(logger, "nothing to do: all steps are done", steps=config.train.steps)
-        while self.step < config.train.steps:
-            self._one_step()
-            if self._must_stop():
-                return self._preempted()
+        with StepBar(config.name, start=self.step, steps=config.train.steps, enabled=self.rank0) as bar:
+            while self.step < config.train.steps:
+                self._one_step(bar)
+                if self._must_stop():
+                    return self._preempted()
         self.writer.close()
         return RunResult(EXIT_OK, self.step, self.loss, self.evals, self.saved)
 
-    def _one_step(self) -> None:
+    def _one_step(self, bar: StepBar) -> None:
         config, parts = self.parts.config, self.parts
         self.step += 1
         rate = learning_rate(config.optimizer, self.step, config.train.steps)
@@ -129,6 +132,7 @@ class Run:
         seconds = time.perf_counter() - start
         self.loss = result.loss
         self._write_step(result, rate, seconds)
+        bar.advance(loss=result.loss, tokens_per_second=self.tokens_per_step / seconds)
         if wants_stats and parts.fp8_states:
             self.writer.write("fp8", self.step, stats=stats.read(parts.fp8_states.values()))
         self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm)
@@ -141,7 +145,7 @@ class Run:
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts
         self.productive_seconds += seconds if result.finite else 0.0
-        tokens = config.train.global_batch * config.data.sequence_length
+        tokens = self.tokens_per_step
         per_rank = tokens / seconds / parts.mesh.world
         causal, full = (flops_per_token(config.model, config.data.sequence_length, causal=c) for c in (True, False))
         elapsed = self.run_seconds + time.perf_counter() - self.began

@@ -1,0 +1,1 @@
+"""What a user does, with the real command and real processes."""
