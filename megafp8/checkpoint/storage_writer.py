@@ -52,8 +52,10 @@ class FolderWriter(StorageWriter):
         """Check the space, make the temporary folder, name each rank's files.
 
         Raises:
-            ResourceError: less space than the checkpoint needs; nothing was written.
+            ResourceError: not a folder, or less space than the checkpoint needs; nothing was written.
         """
+        if self.root.exists() and not self.root.is_dir():
+            raise ResourceError(f"{self.root}: is a file, not a folder; choose another path")
         self.root.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         clear_leftovers(self.root)
         _check_space(self.root, plans, self.meta)
