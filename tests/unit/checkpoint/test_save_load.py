@@ -127,7 +127,7 @@ def test_differences_are_listed_and_nothing_is_touched(tmp_path):
         checkpoint.load(path, target, {}, MESH)
     assert all(not t.any() for t in target.values())
     target = {"a.weight": torch.zeros(4, 6), "c": torch.zeros(1)}
-    with pytest.raises(MismatchError, match=r"c is not in the checkpoint; b.weight is in the checkpoint only; bytes is"):
+    with pytest.raises(MismatchError, match=r"c is not in the checkpoint; b.weight is in the checkpoint only"):
         checkpoint.load(path, target, {}, MESH)
     assert not target["a.weight"].any()
     checkpoint.load(path, target, {}, MESH, strict=False)
