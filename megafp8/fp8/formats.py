@@ -141,7 +141,7 @@ def encode_e8m0(x: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(x), 255, code).to(torch.uint8)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table(fmt: Format) -> torch.Tensor:
     """The value of every code of a format of at most 8 bits, fp32 [2**bits]; NaN and infinity where they are."""
     assert fmt.bits <= 8, f"{fmt.name} has 2**{fmt.bits} codes"

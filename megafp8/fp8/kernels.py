@@ -89,8 +89,8 @@ class Kernels:
     def __init__(self, *, compiled: bool) -> None:
         self._compiled = compiled
         self._made: dict[tuple[TensorSpec, Callable[..., Any]], Callable[..., Any]] = {}
-        self._rescale = _Compiled(_rescale_) if compiled else _rescale_
-        self._rescale_bias = _Compiled(_rescale_bias_) if compiled else _rescale_bias_
+        self._rescale = _compile(_rescale_) if compiled else _rescale_
+        self._rescale_bias = _compile(_rescale_bias_) if compiled else _rescale_bias_
 
     def quantize(
         self, x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None
@@ -122,7 +122,7 @@ class Kernels:
         if (spec, make) not in self._made:
             round_values = rounder(spec.format) if self._compiled else functools.partial(cast, fmt=spec.format)
             kernel = make(spec, round_values)
-            self._made[spec, make] = _Compiled(kernel) if self._compiled else kernel
+            self._made[spec, make] = _compile(kernel) if self._compiled else kernel
         return self._made[spec, make]
 
 
@@ -136,35 +136,28 @@ def _vector(x: torch.Tensor) -> torch.Tensor:
     return dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), (dense.numel(),), (1,))
 
 
-class _Compiled:
-    """A kernel under torch.compile; where no compiler works, the kernel itself, said once."""
-
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self._kernel = kernel
-        self._run: Callable[..., Any] = torch.compile(kernel, dynamic=True, fullgraph=True)
-
-    def __call__(self, *args: torch.Tensor) -> Any:
-        try:
-            return self._run(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._run is self._kernel:
-                raise
-            event(_log, "fp8 kernels run uncompiled", level=logging.WARNING, reason=_first_line(error))
-            self._run = self._kernel
-            return self._kernel(*args)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def eager_kernels() -> Kernels:
     """The kernels as written."""
     return Kernels(compiled=False)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled_kernels() -> Kernels:
-    """The kernels compiled, one set for the process, each compiled once for all sizes."""
-    return Kernels(compiled=True)
+    """The kernels compiled, one set for the process, each once for all sizes; as written where no compiler works."""
+    kernels = Kernels(compiled=True)
+    one = torch.ones(1)
+    try:
+        kernels.rescale_(torch.ones(64, dtype=torch.bfloat16), one, one)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        event(_log, "fp8 kernels run uncompiled, slower", level=logging.WARNING, reason=_first_line(error))
+        return eager_kernels()
+    return kernels
+
+
+def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(kernel, dynamic=True, fullgraph=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -156,7 +156,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = state.backend.dgrad(quantized, ctx.weight, x_dtype).view(ctx.x_shape)
         if ctx.needs_input_grad[1]:
-            x = QuantizedTensor(*ctx.saved_tensors, x_format)
+            data, scale_inv = ctx.saved_tensors
+            x = QuantizedTensor(data, scale_inv, x_format)
             dw = state.backend.wgrad(quantized, x, weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(bias_dtype)

@@ -60,7 +60,9 @@ class Recipe(Protocol):
         """Whether amaxes are reduced over the ranks that share the tensors before `update`."""
         ...
 
-    def update(self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor) -> None:
+    def update(
+        self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor
+    ) -> None:
         """End a micro-batch: `amax` fp32 [T] holds the largest magnitudes (over ranks) of these T tensors."""
         ...
 

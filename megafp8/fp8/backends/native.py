@@ -89,7 +89,8 @@ def missing_hardware() -> str | None:
     """Why this machine's default device has no FP8 GEMM, or None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < MIN_CAPABILITY:
-        return f"{torch.cuda.get_device_name()} is SM {major}.{minor}, FP8 needs SM {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        has, needs = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))
+        return f"{torch.cuda.get_device_name()} is SM {has}, FP8 needs SM {needs}"
     return None

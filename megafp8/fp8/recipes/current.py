@@ -36,7 +36,9 @@ class Current:
     def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         return {}
 
-    def update(self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor) -> None:
+    def update(
+        self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor
+    ) -> None:
         """Nothing to update."""
 
 

@@ -48,7 +48,9 @@ class Delayed:
         }
 
     @torch.no_grad()
-    def update(self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor) -> None:
+    def update(
+        self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor
+    ) -> None:
         """Roll the histories and compute the next scales, all T tensors at once.
 
         Args:
