@@ -1,0 +1,191 @@
+"""The model section of a run's configuration, and what a model refuses before anything is built.
+
+No torch here: `megafp8 check` must answer in a second. A preset or a family fills what the section leaves out;
+what is written out wins.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
+
+from megafp8.core.config import config_dataclass
+from megafp8.core.errors import ConfigError
+from megafp8.models.families import FAMILIES, preset
+from megafp8.nn.precision import PrecisionConfig, dim_problems, plan_gemms
+
+_Rate = Annotated[float, Field(ge=0, lt=1, description="share of elements dropped")]
+
+
+@config_dataclass
+class RopeScaling:
+    """How rotary frequencies are stretched for sequences beyond those of pretraining; a zero is "not given"."""
+
+    type: Annotated[
+        Literal["none", "linear", "dynamic", "llama3", "yarn"], Field(description="the rule, as transformers computes it")
+    ] = "none"
+    factor: Annotated[float, Field(ge=1, description="how many times longer")] = 1.0
+    original_max_length: Annotated[int, Field(ge=0, description="tokens; llama3, yarn")] = 0
+    low_freq_factor: Annotated[float, Field(gt=0, description="llama3")] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0, description="llama3")] = 4.0
+    beta_fast: Annotated[float, Field(gt=0, description="yarn, rotations")] = 32.0
+    beta_slow: Annotated[float, Field(gt=0, description="yarn, rotations")] = 1.0
+    attention_factor: Annotated[float, Field(ge=0, description="yarn; 0 = 0.1 ln(factor) + 1")] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.type in ("llama3", "yarn") and not self.original_max_length:
+            raise ValueError(f"rope_scaling {self.type} needs original_max_length, the tokens of pretraining, e.g. 8192")
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}; usual: 4 and 1"
+            )
+
+
+@config_dataclass
+class ModelConfig:
+    """A decoder. `preset` or `family` fills what is not given."""
+
+    family: Annotated[Literal["llama", "qwen3", "gpt"], Field(description="defaults, foreign names")] = "llama"
+    num_layers: Annotated[int, Field(gt=0, description="decoder layers")] = 8
+    hidden_size: Annotated[int, Field(gt=0, description="width of the residual stream")] = 512
+    ffn_hidden_size: Annotated[int, Field(gt=0, description="width of the MLP")] = 1408
+    num_attention_heads: Annotated[int, Field(gt=0, description="query heads")] = 8
+    num_kv_heads: Annotated[int, Field(ge=0, description="key/value heads; 0 = as many as query heads")] = 0
+    head_dim: Annotated[int, Field(ge=0, description="0 = hidden_size / num_attention_heads")] = 0
+    vocab_size: Annotated[int, Field(gt=1, description="tokens in the vocabulary")] = 8192
+    max_sequence_length: Annotated[int, Field(gt=0, description="tokens")] = 2048
+    norm: Annotated[Literal["rmsnorm", "layernorm"], Field(description="normalisation")] = "rmsnorm"
+    norm_eps: Annotated[float, Field(gt=0, description="added to the variance")] = 1e-5
+    activation: Annotated[Literal["swiglu", "gelu"], Field(description="of the MLP; gelu is the tanh form")] = "swiglu"
+    position: Annotated[Literal["rope", "learned"], Field(description="how positions enter")] = "rope"
+    rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = 10000.0
+    rope_scaling: RopeScaling = Field(default_factory=RopeScaling)
+    qk_norm: Annotated[bool, Field(description="RMSNorm on every query and key head")] = False
+    tied_embeddings: Annotated[bool, Field(description="the output layer uses the embedding's weight")] = False
+    attention_bias: Annotated[bool, Field(description="biases in the attention's linears")] = False
+    mlp_bias: Annotated[bool, Field(description="biases in the MLP's linears")] = False
+    hidden_dropout: _Rate = 0.0
+    attention_dropout: _Rate = 0.0
+    init_std: Annotated[float, Field(gt=0, description="of weights; out and down get / sqrt(2 num_layers)")] = 0.02
+    preset: Annotated[str, Field(description="a named size; what is written beside it wins")] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        given = dict(values.kwargs or {}) if isinstance(values, ArgsKwargs) else dict(values)
+        try:
+            start = preset(given["preset"]) if given.get("preset") else {}
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        family = FAMILIES.get(str(given.get("family", start.get("family", "llama"))))
+        if family is not None and start.get("family", family.name) != family.name:
+            raise ValueError(f"preset {given['preset']} is not of family {family.name}; leave family out")
+        return {**(family.defaults if family else {}), **start, **given}
+
+    def __post_init__(self) -> None:
+        fill = {}
+        if not self.num_kv_heads:
+            fill["num_kv_heads"] = self.num_attention_heads
+        if not self.head_dim:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
+                    f"{self.num_attention_heads}; nearest: {_nearest(self.hidden_size, self.num_attention_heads)}, "
+                    "or give head_dim"
+                )
+            fill["head_dim"] = self.hidden_size // self.num_attention_heads
+        for name, value in fill.items():
+            object.__setattr__(self, name, value)
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_kv_heads "
+                f"{self.num_kv_heads}; nearest: {_divisors(self.num_attention_heads, self.num_kv_heads)}"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions; nearest: {self.head_dim + 1}")
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query/key/value weight."""
+        return (self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_mlp_inputs(self) -> int:
+        """Matrices from hidden to ffn: gate and up, or up alone."""
+        return 2 if self.activation == "swiglu" else 1
+
+
+def gemm_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
+    """`{linear's name: (in_features, out_features, which of the two tp splits)}` of the decoder layers, in order."""
+    first = "mlp.gate_up" if config.activation == "swiglu" else "mlp.up"
+    kinds = {
+        "attention.qkv": (config.hidden_size, config.qkv_size, "out"),
+        "attention.out": (config.q_size, config.hidden_size, "in"),
+        first: (config.hidden_size, config.num_mlp_inputs * config.ffn_hidden_size, "out"),
+        "mlp.down": (config.ffn_hidden_size, config.hidden_size, "in"),
+    }
+    return {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in kinds.items()}
+
+
+def check_model(
+    config: ModelConfig,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = True,
+    sequence_length: int | None = None,
+    precision: PrecisionConfig | None = None,
+) -> list[str]:
+    """Every rule that this model breaks on `tp` ranks, a line each with the way out; empty if it can be built."""
+    problems = []
+    split = {
+        "num_kv_heads": config.num_kv_heads,
+        "num_attention_heads": config.num_attention_heads,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    for name, value in split.items():
+        if value % tp:
+            way_out = f"nearest: {_nearest(value, tp)}"
+            if name == "num_kv_heads":
+                way_out += f", or tp {_divisors(value, tp)}"
+            problems.append(f"model.{name} {value} is not divisible by parallel.tp {tp}; {way_out}")
+    if sequence_length is not None:
+        problems += _length_problems(config, sequence_length, tp if sequence_parallel else 1)
+    if precision is not None and not problems:
+        plan, misses = plan_gemms(precision, list(gemm_shapes(config)), config.num_layers)
+        problems += misses + dim_problems(plan, gemm_shapes(config), tp)
+    return problems
+
+
+def _length_problems(config: ModelConfig, length: int, ranks: int) -> list[str]:
+    problems = []
+    if length > config.max_sequence_length:
+        problems.append(
+            f"sequence_length {length} is above model.max_sequence_length {config.max_sequence_length}; "
+            "raise the one or lower the other"
+        )
+    if length % ranks:
+        problems.append(
+            f"sequence_length {length} is not divisible by parallel.tp {ranks}, as sequence parallelism needs; "
+            f"nearest: {_nearest(length, ranks)}, or parallel.sequence_parallel = false"
+        )
+    return problems
+
+
+def _nearest(value: int, step: int) -> str:
+    below, above = value // step * step, -(-value // step) * step
+    return f"{below} or {above}" if below else str(above)
+
+
+def _divisors(value: int, near: int) -> str:
+    divisors = [d for d in range(1, value + 1) if value % d == 0]
+    return " or ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - near))[:2]))
+

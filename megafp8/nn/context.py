@@ -1,0 +1,27 @@
+"""What all layers of one forward pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.nn.dropout import DropoutKey
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Tables, masks and the dropout key of one micro-batch; S is the whole sequence.
+
+    Attributes:
+        cos, sin: [S, 1 or B, d/2] or None without rotary positions.
+        segment_ids: [B, S], which document a token belongs to; None: all the same.
+        dropout: None: nothing is dropped.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    segment_ids: Tensor | None = None
+    dropout: DropoutKey | None = None

@@ -1,0 +1,51 @@
+"""Token and position embeddings. The vocabulary is split over tp; each rank looks up the rows that it holds."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megafp8.core.layout import Layout
+from megafp8.nn.linear import leave
+from megafp8.nn.parameter import Init, declare
+from megafp8.parallel.mesh import Mesh
+
+Tensor = torch.Tensor
+
+
+class Embedding(nn.Module):
+    """tokens [B, S] int64 -> [S, B, H] (a shard along S under sequence parallelism); weight [V, H], V split over tp."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mesh = mesh
+        layout = Layout((vocab_size, hidden_size), {0: "tp"})
+        self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.mesh.size("tp") == 1:
+            return F.embedding(tokens.t(), self.weight)
+        rows = self.weight.shape[0]
+        local = tokens.t() - self.mesh.coord("tp") * rows
+        mine = (local >= 0) & (local < rows)
+        found = F.embedding(local.where(mine, 0), self.weight) * mine[..., None].to(self.weight.dtype)
+        return leave(found, self.mesh)
+
+
+class PositionEmbedding(nn.Module):
+    """x [S or S/tp, B, H] -> x + the learned positions; weight [P, H], whole on every rank."""
+
+    def __init__(self, max_length: int, hidden_size: int, *, std: float, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mesh = mesh
+        layout = Layout((max_length, hidden_size), grad_sum=("tp",) if mesh.sequence_parallel else ())
+        self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """`positions` [B, S] of the whole sequence, or None for 0, 1, 2, ..."""
+        length = x.shape[0]
+        first = self.mesh.coord("tp") * length if self.mesh.sequence_parallel else 0
+        if positions is None:
+            return x + self.weight[first : first + length, None]
+        return x + F.embedding(positions.t()[first : first + length], self.weight)

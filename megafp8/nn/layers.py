@@ -1,0 +1,203 @@
+"""LayerSet: what a model may ask for. `OwnLayers` answers with the layers of this folder.
+
+Another set (vendor kernels) gives parameters the same names, shapes and Layouts: names belong to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megafp8.fp8.linear import LinearState
+from megafp8.nn.attention import Attention
+from megafp8.nn.context import Context
+from megafp8.nn.dropout import DropoutKey, hidden_dropout
+from megafp8.nn.embedding import Embedding, PositionEmbedding
+from megafp8.nn.kernels import Kernels
+from megafp8.nn.linear import ColumnLinear, RowLinear
+from megafp8.nn.loss import Output
+from megafp8.nn.mlp import GELU, SwiGLU
+from megafp8.nn.norm import LayerNorm, RMSNorm
+from megafp8.nn.rope import Rotary
+from megafp8.parallel.mesh import Mesh
+
+__all__ = ["Context", "Dropout", "DropoutKey", "LayerSet", "ModelShape", "OwnLayers"]
+
+Tensor = torch.Tensor
+
+
+class ModelShape(Protocol):
+    """What layers read of a model's configuration."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_sequence_length: int
+    norm: Any
+    norm_eps: float
+    activation: Any
+    position: Any
+    rope_theta: float
+    rope_scaling: Any
+    qk_norm: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_dropout: float
+    attention_dropout: float
+    init_std: float
+
+
+class LayerSet(Protocol):
+    """Makes the layers of one model; hidden tensors are [S, B, H]. `name` is the module's global name.
+
+    The modules' calls: embedding(tokens) -> x; position_embedding(x, positions) -> x; norm(x, branch) -> (x + branch,
+    its norm), norm.again(x) -> the norm; attention(y, context, rebuild) and mlp(y, rebuild) -> branch;
+    dropout(x, context) -> x; output(x) -> logits, output.loss(x, targets, scale) -> summed loss.
+    """
+
+    states: dict[str, LinearState]
+
+    def embedding(self) -> nn.Module: ...
+
+    def position_embedding(self) -> nn.Module | None: ...
+
+    def norm(self) -> nn.Module: ...
+
+    def attention(self, name: str) -> nn.Module: ...
+
+    def mlp(self, name: str) -> nn.Module: ...
+
+    def dropout(self, name: str) -> nn.Module: ...
+
+    def output(self, tied: nn.Module | None) -> nn.Module: ...
+
+    def context(self, tokens: Tensor, segment_ids: Any, positions: Any, dropout: DropoutKey | None) -> Context: ...
+
+
+class Dropout(nn.Module):
+    """x [S, B, H] with elements dropped by place; as it is if the rate is 0 or the context has no key."""
+
+    def __init__(self, rate: float, name: str, mesh: Mesh) -> None:
+        super().__init__()
+        self.rate, self.name, self.mesh = rate, name, mesh
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.rate == 0 or context.dropout is None:
+            return x
+        return hidden_dropout(x, self.rate, context.dropout, self.name, mesh=self.mesh)
+
+
+class OwnLayers:
+    """The layers of this folder, on a mesh, with the FP8 states given for some of the linears."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        states: Mapping[str, LinearState],
+        compiled: bool,
+    ) -> None:
+        self.shape, self.mesh, self.dtype = shape, mesh, dtype
+        self.states = dict(states)
+        self.kernels = Kernels(compiled=compiled)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.max_sequence_length, shape.rope_scaling)
+        # Megatron's and GPT-2's rule: what is added to the residual stream shrinks with the number of additions
+        self.added_std = shape.init_std / (2 * shape.num_layers) ** 0.5
+
+    def context(
+        self, tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None, dropout: DropoutKey | None
+    ) -> Context:
+        """What the layers share for `tokens` [B, S]."""
+        cos = sin = None
+        if self.shape.position == "rope":
+            cos, sin = self.rotary.tables(tokens.shape[1], positions, tokens.device, self.dtype)
+        return Context(cos, sin, segment_ids, dropout)
+
+    def embedding(self) -> nn.Module:
+        s = self.shape
+        return Embedding(s.vocab_size, s.hidden_size, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
+
+    def position_embedding(self) -> nn.Module | None:
+        s = self.shape
+        if s.position == "rope":
+            return None
+        return PositionEmbedding(
+            s.max_sequence_length, s.hidden_size, std=s.init_std, mesh=self.mesh, dtype=self.dtype
+        )
+
+    def norm(self) -> nn.Module:
+        kind = RMSNorm if self.shape.norm == "rmsnorm" else LayerNorm
+        return kind(
+            self.shape.hidden_size, eps=self.shape.norm_eps, mesh=self.mesh, dtype=self.dtype, kernels=self.kernels
+        )
+
+    def attention(self, name: str) -> nn.Module:
+        s = self.shape
+        q_size = s.num_attention_heads * s.head_dim
+        return Attention(
+            self._column(f"{name}.qkv", (q_size + 2 * s.num_kv_heads * s.head_dim,), bias=s.attention_bias),
+            self._row(f"{name}.out", q_size, bias=s.attention_bias),
+            name=name,
+            num_groups=s.num_kv_heads // self.mesh.size("tp"),
+            head_dim=s.head_dim,
+            head_norm_eps=s.norm_eps if s.qk_norm else None,
+            dropout=s.attention_dropout,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            kernels=self.kernels,
+        )
+
+    def mlp(self, name: str) -> nn.Module:
+        s = self.shape
+        down = self._row(f"{name}.down", s.ffn_hidden_size, bias=s.mlp_bias)
+        if s.activation == "swiglu":
+            parts = (2, s.ffn_hidden_size)
+            return SwiGLU(self._column(f"{name}.gate_up", parts, bias=s.mlp_bias), down, kernels=self.kernels)
+        up = self._column(f"{name}.up", (s.ffn_hidden_size,), bias=s.mlp_bias)
+        return GELU(up, down, kernels=self.kernels)
+
+    def dropout(self, name: str) -> nn.Module:
+        return Dropout(self.shape.hidden_dropout, name, self.mesh)
+
+    def output(self, tied: nn.Module | None) -> nn.Module:
+        s = self.shape
+        return Output(
+            s.vocab_size,
+            s.hidden_size,
+            tied=tied,
+            std=s.init_std,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            kernels=self.kernels,
+        )
+
+    def _column(self, name: str, parts: tuple[int, ...], *, bias: bool) -> ColumnLinear:
+        return ColumnLinear(
+            self.shape.hidden_size,
+            parts,
+            bias=bias,
+            std=self.shape.init_std,
+            state=self.states.get(name),
+            mesh=self.mesh,
+            dtype=self.dtype,
+        )
+
+    def _row(self, name: str, in_features: int, *, bias: bool) -> RowLinear:
+        return RowLinear(
+            in_features,
+            self.shape.hidden_size,
+            bias=bias,
+            std=self.added_std,
+            state=self.states.get(name),
+            mesh=self.mesh,
+            dtype=self.dtype,
+        )

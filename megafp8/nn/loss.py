@@ -1,0 +1,137 @@
+"""The output layer with its cross entropy, vocabulary split over tp, without ever holding all logits.
+
+Tokens go through in chunks; each chunk's logits become their own gradient, which is turned at once into the
+gradients of hidden state and weight: the backward pass has only to hand them over. What is alive is one chunk of
+logits in the compute dtype (`chunk_elements`) and the fp32 work on it, whatever the batch is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.core.layout import Layout
+from megafp8.nn.kernels import Kernels, wide
+from megafp8.nn.linear import enter
+from megafp8.nn.parameter import Init, declare
+from megafp8.parallel.collectives import all_gather, all_reduce_
+from megafp8.parallel.mesh import Mesh
+
+Tensor = torch.Tensor
+IGNORED = -100
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # 32 MB and 256 MB of bf16 logits
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """hidden [N, H], weight [V/tp, H], targets [N] -> summed loss (fp32; fp64 for fp64) over targets not ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        differentiable: bool,
+        mesh: Mesh,
+        kernels: Kernels,
+    ) -> Tensor:
+        needs = differentiable and any(ctx.needs_input_grad[:2])
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        chunk = max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // weight.shape[0])
+        several = hidden.shape[0] > chunk
+        loss = torch.zeros((), dtype=work, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if needs else None
+        dweight: Tensor | None = None
+        for start in range(0, hidden.shape[0], chunk):
+            rows, ids = hidden[start : start + chunk], targets[start : start + chunk]
+            logits = rows @ weight.t()
+            part, log_sum, local = _losses(logits, ids, mesh, kernels)
+            loss += part
+            if dhidden is None:
+                continue
+            factor = (ids != IGNORED).to(work)[:, None] * scale
+            gradient = kernels.softmax_gradient(logits, log_sum, local, factor)
+            del logits
+            torch.mm(gradient, weight, out=dhidden[start : start + len(rows)])
+            piece = gradient.t() @ rows
+            if dweight is None:  # chunks are summed in fp32, however narrow each GEMM's output is
+                dweight = wide(piece) if several else piece
+            else:
+                dweight += piece
+        if dhidden is not None and dweight is not None:
+            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        ctx.scale = scale
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dhidden, dweight = ctx.saved_tensors
+        ratio = grads[0] / torch.tensor(ctx.scale, dtype=grads[0].dtype)
+        if ratio.device.type != "cpu" or float(ratio) != 1.0:  # on a GPU a look at the value would wait for it
+            dhidden, dweight = dhidden * ratio.to(dhidden.dtype), dweight * ratio.to(dweight.dtype)
+        return dhidden, dweight, None, None, None, None, None
+
+
+def _losses(logits: Tensor, ids: Tensor, mesh: Mesh, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of a chunk, log-sum-exp [n, 1] over all shards, and the targets as indices into this shard."""
+    group = mesh.group("tp")
+    local = ids - mesh.coord("tp") * logits.shape[-1] if group is not None else ids
+    peak = all_reduce_(wide(logits.amax(-1, keepdim=True)), group, "max")
+    parts = torch.cat(kernels.softmax_parts(logits, peak, local), -1)
+    sums, target = all_reduce_(parts, group).split(1, -1)
+    log = sums.log()
+    return ((log - target) * (ids != IGNORED)[:, None]).sum(), peak + log, local
+
+
+class Output(nn.Module):
+    """The output layer; weight [V, H], V split over tp, its own or (tied) the embedding's."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: nn.Module | None,
+        std: float,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.kernels = mesh, kernels
+        self._tied = (tied,)  # in a tuple, so that the embedding's parameter keeps its one name
+        self.weight = None
+        if tied is None:
+            layout = Layout((vocab_size, hidden_size), {0: "tp"})
+            self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
+
+    def _matrix(self) -> Tensor:
+        matrix = self.weight if self._tied[0] is None else self._tied[0].weight
+        assert isinstance(matrix, torch.Tensor)
+        return matrix
+
+    def loss(self, x: Tensor, targets: Tensor, scale: float | None) -> Tensor:
+        """x [S or S/tp, B, H], targets [B, S] -> summed cross entropy; `scale`: what backward will be called with.
+
+        Any other gradient of the loss is served too, at the price of one more pass.
+        """
+        hidden = enter(x, self.mesh).flatten(0, 1)
+        flat = targets.t().reshape(-1)
+        scale = 1.0 if scale is None else scale
+        loss: Tensor = _LinearCrossEntropy.apply(
+            hidden, self._matrix(), flat, scale, torch.is_grad_enabled(), self.mesh, self.kernels
+        )
+        return loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [S or S/tp, B, H] -> logits [B, S, V] of the whole vocabulary, in x's dtype.
+
+        With tp > 1 no gradient flows through the gathered logits: training goes through `loss`.
+        """
+        logits = enter(x, self.mesh) @ self._matrix().t()
+        if self.mesh.size("tp") > 1:
+            logits = all_gather(logits.detach(), self.mesh.group("tp"), -1)
+        return logits.transpose(0, 1)

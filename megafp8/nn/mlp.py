@@ -1,0 +1,59 @@
+"""The MLP: one GEMM to the ffn width (gate and up together), the activation in one pass, one GEMM back.
+
+Tensor parallel over ffn columns. Shapes: [S, B, H] in and out (shards along S under sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.nn.kernels import Kernels
+from megafp8.nn.linear import ColumnLinear, RowLinear
+from megafp8.nn.recompute import Rebuild
+
+Tensor = torch.Tensor
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name, ctx.kernels = name, kernels
+        y: Tensor = getattr(kernels, name)(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return getattr(ctx.kernels, f"{ctx.name}_backward")(grads[0], *ctx.saved_tensors), None, None
+
+
+class SwiGLU(nn.Module):
+    """Parameters: gate_up.weight [2, F, H] (gate first), down.weight [H, F], and biases if asked for."""
+
+    def __init__(self, gate_up: ColumnLinear, down: RowLinear, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.kernels = gate_up, down, kernels
+
+    def forward(self, y: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+        x = self.gate_up(y, rebuild)
+        x = x.view(*x.shape[:-1], 2, -1)
+        hidden = _Activation.apply(x, "swiglu", self.kernels)
+        kept = x.detach()
+        return self.down(hidden, None if rebuild is None else lambda: self.kernels.swiglu(kept))
+
+
+class GELU(nn.Module):
+    """Parameters: up.weight [F, H], down.weight [H, F], and biases if asked for."""
+
+    def __init__(self, up: ColumnLinear, down: RowLinear, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.up, self.down, self.kernels = up, down, kernels
+
+    def forward(self, y: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+        x = self.up(y, rebuild)
+        hidden = _Activation.apply(x, "gelu", self.kernels)
+        kept = x.detach()
+        return self.down(hidden, None if rebuild is None else lambda: self.kernels.gelu(kept))

@@ -1,0 +1,59 @@
+"""From a precision section to the FP8 state of each linear: plan, recipes, backend, and their refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megafp8.core.errors import ConfigError
+from megafp8.core.log import event, get_logger
+from megafp8.fp8.backend import backend as fp8_backend
+from megafp8.fp8.linear import LinearState
+from megafp8.fp8.recipe import recipe as fp8_recipe
+from megafp8.nn.precision import PrecisionConfig, dim_problems, plan_gemms
+
+_logger = get_logger(__name__)
+
+
+def linear_states(
+    precision: PrecisionConfig,
+    shapes: Mapping[str, tuple[int, int, str]],
+    *,
+    num_layers: int,
+    tp: int,
+    device: torch.device | str,
+    compiled: bool,
+) -> dict[str, LinearState]:
+    """The FP8 state of every linear that the plan puts in FP8, by name.
+
+    Args:
+        shapes: `{linear: (in_features, out_features, which of them tp splits)}`, whole dims.
+
+    Raises:
+        ConfigError: a pattern without a match, dims that FP8 cannot take, a backend that refuses; all at once.
+    """
+    plan, problems = plan_gemms(precision, list(shapes), num_layers)
+    problems += dim_problems(plan, shapes, tp)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    used = sorted({name for name in plan.values() if name != "none"})
+    if not used:
+        return {}
+    recipes: dict[str, Any] = {name: fp8_recipe(name, **precision.options) for name in used}
+    chosen = fp8_backend(precision.backend, precision.emulation, device=device, compiled=compiled)
+    states = {}
+    refusals: dict[str, None] = {}
+    for name, (inputs, outputs, side) in shapes.items():
+        if plan[name] == "none":
+            continue
+        local = (inputs // tp, outputs) if side == "in" else (inputs, outputs // tp)
+        reason = chosen.supports(recipes[plan[name]], *local)
+        if reason:
+            refusals[f"{name.split('.', 2)[2]} in recipe {plan[name]}: backend {chosen.name}: {reason}"] = None
+        states[name] = LinearState(name, recipes[plan[name]], chosen, device)
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    event(_logger, "fp8", recipe=",".join(used), backend=chosen.name, reason=chosen.reason, linears=len(states))
+    return states
