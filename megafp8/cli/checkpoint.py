@@ -1,0 +1,132 @@
+"""`megafp8 checkpoint`: look at a run's checkpoints, verify them, thin them out. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "list, show, verify or prune the checkpoints of a run"
+EPILOG = """examples:
+  megafp8 checkpoint ls runs/tiny-fp8                      every step, newest first, complete or why not
+  megafp8 checkpoint show runs/tiny-fp8                    tensors and meta of the newest complete one
+  megafp8 checkpoint verify runs/tiny-fp8/checkpoints/step_00000100
+  megafp8 checkpoint verify runs/tiny-fp8                  every byte of all of them against the checksums
+  megafp8 checkpoint prune runs/tiny-fp8 --keep-last 1     --dry-run only says what would go
+
+Exit code 0 if all is well, 4 if a checkpoint is missing or damaged."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument("action", choices=("ls", "show", "verify", "prune"), help="what to do")
+    parser.add_argument("path", metavar="RUN", help="a run's folder, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="prune: newest to keep (default: as the run says, or 2)")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="prune: also keep multiples of this step")
+    parser.add_argument("--dry-run", action="store_true", help="prune: only say what would go")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action."""
+    return {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}[args.action](args)
+
+
+def _root(path: str):  # type: ignore[no-untyped-def]
+    """The folder that holds the checkpoints of `path`."""
+    from pathlib import Path
+
+    from megafp8.checkpoint.folders import candidates
+    from megafp8.core.errors import CheckpointError
+
+    for root in (Path(path) / "checkpoints", Path(path)):
+        if candidates(root):
+            return root
+    raise CheckpointError(f"{path}: holds no checkpoints; give a run's folder (the one with config.toml)")
+
+
+def _is_one(path: str) -> bool:
+    from pathlib import Path
+
+    from megafp8.checkpoint.manifest import MANIFEST_NAME
+
+    return (Path(path) / MANIFEST_NAME).is_file()
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megafp8.checkpoint.folders import candidates, check, step_of
+    from megafp8.core.errors import CheckpointError
+
+    table = Table("step", "tensors", "size", "files", "state", box=None, pad_edge=False)
+    broken = 0
+    for folder in candidates(_root(args.path)):
+        try:
+            manifest = check(folder)
+        except CheckpointError as error:
+            broken += 1
+            table.add_row(str(step_of(folder)), "", "", "", f"[red]{error}[/red]")
+            continue
+        size = f"{manifest.bytes / 1e6:.1f} MB"
+        table.add_row(str(manifest.step), str(len(manifest.tensors)), size, str(len(manifest.files)), "complete")
+    Console().print(table)
+    return CheckpointError.exit_code if broken else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from megafp8.checkpoint.folders import check, find
+
+    folder = find(args.path)
+    manifest = check(folder)
+    table = Table("tensor", "dtype", "shape", "pieces", box=None, pad_edge=False)
+    for name, entry in manifest.tensors.items():
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        table.add_row(name, entry.dtype, shape, str(len(entry.pieces)))
+    console = Console()
+    console.print(table)
+    console.print(f"meta {json.dumps(manifest.meta, indent=1, ensure_ascii=False)}", highlight=False, markup=False)
+    console.print(f"{folder}: step {manifest.step}, {len(manifest.tensors)} tensors, {manifest.bytes / 1e6:.1f} MB")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    import sys
+    import time
+    from pathlib import Path
+
+    from megafp8.checkpoint.folders import candidates, verify
+    from megafp8.core.errors import CheckpointError
+
+    broken = 0
+    for folder in [Path(args.path)] if _is_one(args.path) else candidates(_root(args.path)):
+        start = time.monotonic()
+        try:
+            manifest = verify(folder)
+        except CheckpointError as error:
+            broken += 1
+            print(f"megafp8 checkpoint: error: {error}", file=sys.stderr)
+            continue
+        rate = manifest.bytes / 1e6 / max(time.monotonic() - start, 1e-6)
+        print(f"{folder}: intact, {len(manifest.files)} files, {manifest.bytes / 1e6:.1f} MB, {rate:.0f} MB/s")
+    return CheckpointError.exit_code if broken else 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from megafp8.checkpoint.config import CheckpointConfig
+    from megafp8.checkpoint.retention import prune, surplus
+    from megafp8.core.config import build, load_toml
+
+    root = _root(args.path)
+    said = root.parent / "config.toml"
+    values = dict(load_toml(said).get("checkpoint", {})) if said.is_file() else {}
+    asked = {"keep_last": args.keep_last, "keep_every": args.keep_every}
+    config = build(CheckpointConfig, {**values, **{k: v for k, v in asked.items() if v is not None}})
+    gone = surplus(root, config) if args.dry_run else prune(root, config)
+    for folder in gone:
+        print(f"{folder}: {'would go' if args.dry_run else 'deleted'}")
+    print(f"{len(gone)} of the complete checkpoints {'would go' if args.dry_run else 'deleted'}")
+    return 0

@@ -1,0 +1,41 @@
+"""`megafp8 convert`: our checkpoints to foreign formats and back, verified."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "convert a checkpoint to or from a Hugging Face folder, and verify what was written"
+EPILOG = """examples:
+  megafp8 convert --to hf runs/tiny-fp8 exports/tiny-hf             newest complete checkpoint of a run, BF16
+  megafp8 convert --to hf runs/big/checkpoints/step_00010000 out --dtype fp32
+  megafp8 convert --from hf ~/models/Llama-3-8B runs/init           weights only, for continued pretraining
+
+The result is written beside OUT and renamed when it is complete and verified: reloaded with transformers, logits and
+tokenizer ids compared with ours. Exit code 4 if they differ by more than rounding explains; then nothing is left."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=("hf",), help="write this format")
+    way.add_argument("--from", choices=("hf",), dest="source_format", help="read this format")
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint, a run's folder, or (--from) a foreign folder")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (--to)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="(--to) its file, if it has moved since training")
+    parser.add_argument("--no-verify", action="store_true", help="do not reload and compare (needs no transformers)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and print what the comparison found."""
+    from megafp8.convert.hf import from_hf, to_hf
+
+    if args.source_format == "hf":
+        path = from_hf(args.source, args.out)
+        print(f"{path}: written; weights only")
+        return 0
+    report = to_hf(
+        args.source, args.out, dtype=args.dtype, tokenizer=args.tokenizer, verify=not args.no_verify, say=print
+    )
+    print(f"{args.out}: {'verified' if report else 'written, not verified'}")
+    return 0
