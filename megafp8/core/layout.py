@@ -61,11 +61,11 @@ class Layout:
 
 
 def stamp(parameter: torch.Tensor, layout: Layout) -> None:
-    """Put the label on a parameter; `layout_of` reads it."""
-    parameter.layout = layout  # type: ignore[attr-defined]
+    """Put the label on a parameter (`Tensor.layout` is torch's own, strided or sparse); `layout_of` reads it."""
+    parameter.shard_layout = layout  # type: ignore[attr-defined]
 
 
 def layout_of(parameter: torch.Tensor) -> Layout:
     """The label of a parameter; a tensor without one is whole on every rank."""
-    layout = getattr(parameter, "layout", None)
+    layout = getattr(parameter, "shard_layout", None)
     return layout if layout is not None else Layout(tuple(parameter.shape))

@@ -105,11 +105,16 @@ class Loader:
         batches = []
         for number in range(self.num_micro_batches):
             start = self.consumed_samples + (number * self.dp_size + self.dp_rank) * self.micro_batch
-            batches.append(self._batch(np.arange(start, start + self.micro_batch, dtype=np.int64)))
+            batches.append(self.batch(np.arange(start, start + self.micro_batch, dtype=np.int64)))
         self.consumed_samples += self.global_batch
         return batches
 
-    def _batch(self, sample_ids: np.ndarray) -> Batch:
+    def batch(self, sample_ids: np.ndarray) -> Batch:
+        """The samples of these numbers (int64) as one micro-batch; `consumed_samples` stays.
+
+        Raises:
+            DataError: a token id that the vocabulary does not have.
+        """
         ids = np.stack([self.source.sample(int(number)) for number in sample_ids])
         if self.vocab_size and (ids.max() >= self.vocab_size or ids.min() < 0):
             row = int(np.argmax((ids >= self.vocab_size).any(axis=1) | (ids < 0).any(axis=1)))
