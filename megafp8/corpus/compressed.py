@@ -1,0 +1,101 @@
+"""Bytes of a file, plain, gzip or zstd, told by content and not by name; a cut or damaged stream is an error.
+
+The usual readers end silently at a cut zstd frame, and stop after the first frame or gzip member. Here every member
+is read and has to end.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import zstandard
+
+_CHUNK = 1 << 14  # compressed bytes at once: bounds what a highly compressed chunk can swell to
+_BUFFER = 1 << 20
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a zstd skippable frame; byte 0 is 50 to 5f
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class DamagedError(Exception):
+    """The compressed stream is cut short, or its bytes do not fit its checksum."""
+
+
+class InputStream(io.RawIOBase):
+    """The decompressed bytes of a file, with what is known of the compressed ones.
+
+    Attributes:
+        position: bytes of the file read so far.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._digest = xxhash.xxh3_128()
+        self.position = 0
+        head = self._file.read(4)
+        self._file.seek(0)
+        if head[:2] == _GZIP:
+            self._chunks = _members(self._read, lambda: zlib.decompressobj(31), zlib.error)
+        elif head == _ZSTD or (head[1:] == _SKIPPABLE and 0x50 <= head[0] <= 0x5F):
+            self._chunks = _members(self._read, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
+        else:
+            self._chunks = iter(lambda: self._read(_BUFFER), b"")
+        self._left = memoryview(b"")
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._digest.update(data)
+        self.position += len(data)
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._left = memoryview(chunk)
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    def checksum(self) -> str:
+        """xxh3_128 of the whole file as it lies on disk; reads what is left of it."""
+        while self._read(_BUFFER):
+            pass
+        return f"xxh3_128:{self._digest.hexdigest()}"
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _members(read: Callable[[int], bytes], make: Callable[[], Any], kind: type[Exception]) -> Iterator[bytes]:
+    """Decompressed chunks of all members (gzip) or frames (zstd) of a stream."""
+    decoder = None
+    try:
+        while data := read(_CHUNK):
+            while data:
+                decoder = decoder or make()
+                yield decoder.decompress(data)
+                if not decoder.eof:
+                    break
+                data, decoder = decoder.unused_data.lstrip(b"\0"), None  # tapes and blocks pad with zeros
+    except kind as error:
+        raise DamagedError(f"damaged compressed stream ({error})") from None
+    if decoder is not None:
+        raise DamagedError("compressed stream is cut short")
+
+
+def buffered(stream: InputStream) -> io.BufferedReader:
+    """A reader of lines over the stream."""
+    return io.BufferedReader(stream, _BUFFER)

@@ -1,0 +1,95 @@
+"""The configuration of a corpus: where text comes from, how it is split, which tokenizer, where tokens go."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megafp8.core.config import config_dataclass
+
+
+@config_dataclass
+class SourceConfig:
+    """Where documents come from."""
+
+    kind: Annotated[
+        Literal["jsonl", "text", "python_stdlib"],
+        Field(description="jsonl: one object a line; text: one file a document; python_stdlib: this Python's own docs"),
+    ]
+    files: Annotated[
+        tuple[str, ...],
+        Field(description="paths or globs (** too) from the current folder; plain, .gz and .zst are told by content"),
+    ] = ()
+    text_key: Annotated[str, Field(min_length=1, description="jsonl: key of the text")] = "text"
+    id_key: Annotated[str, Field(description="jsonl: key of the document's id; where it is missing: file:line")] = "id"
+    language_key: Annotated[str, Field(description="jsonl: key of the language")] = "lang"
+    source_key: Annotated[str, Field(description="jsonl: key of the source; where it is missing: the file")] = "source"
+    language: Annotated[str, Field(description="language of documents that do not say")] = ""
+    encoding: Annotated[str, Field(description="text: how the files are encoded; nothing is guessed")] = "utf-8"
+    source_bytes: Annotated[
+        int, Field(ge=0, description="python_stdlib: take whole source files, in a fixed order, up to so many bytes")
+    ] = 0
+    max_record_bytes: Annotated[int, Field(gt=0, description="longer lines or text files are refused as bad")] = 1 << 26
+    max_bad_share: Annotated[
+        float, Field(ge=0, le=1, description="the run fails when more than this share of records is bad")
+    ] = 0.01
+    keep_damaged_files: Annotated[
+        bool, Field(description="take what could be read of cut or damaged files, instead of failing at the end")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.kind == "python_stdlib" and self.files:
+            raise ValueError('files is for kind "jsonl" or "text"; python_stdlib reads the running Python, remove it')
+        if self.kind != "python_stdlib" and not self.files:
+            raise ValueError(f'files is empty, but kind is "{self.kind}"; give paths or globs')
+        try:
+            "".encode(self.encoding)
+        except LookupError:
+            raise ValueError(f"encoding {self.encoding!r} is not known to Python; e.g. utf-8, cp932, latin-1") from None
+
+
+@config_dataclass
+class SplitConfig:
+    """Train and validation, by a hash of each document's text: no document moves when the corpus grows."""
+
+    valid_share: Annotated[float, Field(ge=0, lt=1, description="share of documents kept for validation")] = 0.02
+    seed: Annotated[int, Field(ge=0, lt=1 << 64, description="chooses which documents")] = 1234
+
+
+@config_dataclass
+class TokenizerConfig:
+    """A tokenizer to load, or how to train one on the train split."""
+
+    path: Annotated[
+        str, Field(description='.model, tokenizer.json, its folder, or "bytes"; empty: train a SentencePiece model')
+    ] = ""
+    algorithm: Annotated[Literal["bpe", "unigram"], Field(description="training: SentencePiece's model type")] = "bpe"
+    vocab_size: Annotated[int, Field(ge=261, description="training: ids in all, with 4 control ids and 256 bytes")] = (
+        8192
+    )
+    train_bytes: Annotated[
+        int, Field(gt=0, description="training: sample of so many bytes; BPE takes about 12 bytes of memory for each")
+    ] = 50_000_000
+    character_coverage: Annotated[
+        float, Field(gt=0, le=1, description="training: share of characters with a piece; the rest falls back to bytes")
+    ] = 0.9995
+
+
+@config_dataclass
+class OutputConfig:
+    """Where results go and how many processes work; neither changes a byte of them."""
+
+    folder: Annotated[str, Field(min_length=1, description="train.*, valid.*, tokenizer.model, manifest.json")]
+    workers: Annotated[int, Field(ge=0, description="tokenizing processes; 0: one for each CPU; 1: none besides")] = 0
+
+
+@config_dataclass
+class CorpusConfig:
+    """`corpus.toml`."""
+
+    source: SourceConfig
+    output: OutputConfig
+    split: SplitConfig = field(default_factory=SplitConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -1,0 +1,127 @@
+"""Records, documents, and what is wrong with a bad one: the pure part of reading, without files.
+
+A record is either turned into a document or into a `Bad` with a reason; nothing is dropped in between. Of a key that
+a JSON object repeats, the last one counts (as in Python's json).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from megafp8.corpus.config import SourceConfig, SplitConfig
+
+_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"  # zero-width characters: a text of these alone has no content
+_SHOWN_KEYS = 8
+_EXCERPT_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it came from."""
+
+    id: str
+    text: str
+    language: str
+    source: str
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing but white space and zero-width characters."""
+        return not self.text.strip().strip(_INVISIBLE).strip()
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Why a record, or (`damaged`) the rest of a file, could not be taken."""
+
+    file: str
+    line: int
+    reason: str
+    excerpt: str = ""
+    damaged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a reader yields: a raw line, a ready document, or a problem."""
+
+    file: str
+    line: int
+    data: bytes | Document | Bad
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it carries, for cutting batches."""
+        if isinstance(self.data, bytes):
+            return len(self.data)
+        return len(self.data.text) if isinstance(self.data, Document) else 0
+
+
+def parse(record: Record, config: SourceConfig) -> Document | Bad | None:
+    """The document of a record, its problem, or None for a blank line."""
+    data = record.data
+    if not isinstance(data, bytes):
+        return data
+    line = data.strip(b" \t\r\n")
+    if not line:
+        return None
+    try:
+        value = json.loads(line.decode("utf-8"))
+        return _document(value, record, config)
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 at byte {error.start} of the line"
+    except RecursionError:
+        reason = "JSON nested too deeply"
+    except ValueError as error:
+        reason = str(error) if isinstance(error, _Refused) else f"not JSON: {error}"
+    return Bad(record.file, record.line, reason, excerpt(line))
+
+
+class _Refused(ValueError):
+    """A record that is JSON, but no document."""
+
+
+def _document(value: Any, record: Record, config: SourceConfig) -> Document:
+    if not isinstance(value, dict):
+        raise _Refused(f"a JSON {type(value).__name__}, not an object")
+    if config.text_key not in value:
+        keys = ", ".join(list(value)[:_SHOWN_KEYS]) or "nothing"
+        raise _Refused(f"no key {config.text_key!r} (it has: {keys}); see source.text_key")
+    text = value[config.text_key]
+    if not isinstance(text, str):
+        raise _Refused(f"{config.text_key!r} is {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _Refused(f"half of a surrogate pair at character {error.start}; no text holds one") from None
+    number = value.get(config.id_key)
+    name = str(number) if isinstance(number, (str, int)) else f"{record.file}:{record.line}"
+    language, source = value.get(config.language_key), value.get(config.source_key)
+    return Document(
+        name,
+        text,
+        language if isinstance(language, str) else config.language,
+        source if isinstance(source, str) else record.file,
+    )
+
+
+def excerpt(data: bytes) -> str:
+    """The beginning of a bad record, printable."""
+    return data[: 4 * _EXCERPT_CHARACTERS].decode("utf-8", errors="backslashreplace")[:_EXCERPT_CHARACTERS]
+
+
+def text_hash(text: str, seed: int) -> int:
+    """64-bit hash of a text (xxh3 of its UTF-8)."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8"), seed=seed)
+
+
+def split_of(text: str, config: SplitConfig) -> str:
+    """ "train" or "valid": equal texts go together, and a growing corpus moves none."""
+    return "valid" if text_hash(text, config.seed) < config.valid_share * 2.0**64 else "train"
