@@ -1,0 +1,29 @@
+"""`megafp8 report`: one HTML page out of run folders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+HELP = "make one self-contained HTML page out of run folders"
+EPILOG = """examples:
+  megafp8 report runs/tiny-bf16 runs/tiny-fp8 --out runs/report
+  megafp8 report runs/tiny-fp8 --out runs/report --title "Tiny model, delayed scaling"
+
+The first run is the baseline that the others are compared with. A run may still be training. The page opens offline;
+each figure lies beside it as a PNG."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the baseline")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for report.html and the PNG files")
+    parser.add_argument("--title", default="", help="title of the page (default: the runs' names)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build the page and say where it is."""
+    from megafp8.report import build
+
+    sys.stdout.write(f"{build(args.runs, args.out, args.title)}\n")
+    return 0

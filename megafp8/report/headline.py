@@ -1,0 +1,172 @@
+"""The page's first table and sentence: what each run is and how it ended, and how the others differ from the first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megafp8.report.curves import Difference, steady_median, tail_mean, tokens_per_step
+from megafp8.report.runs import Run
+
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a value a run, and for each run after the first its difference from the first."""
+
+    label: str
+    hint: str
+    values: list[str]
+    differences: list[str]
+
+
+def compact(value: float, digits: int = 3) -> str:
+    """A count in powers of a thousand: 5.24 M, 1.5 B; the dash for NaN."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g} {unit}"
+    return f"{value:.{digits}g}"
+
+
+def fixed(value: float, decimals: int) -> str:
+    """A number with a fixed count of decimals and a true minus; the dash for NaN."""
+    return f"{value:,.{decimals}f}".replace("-", "\u2212") if math.isfinite(value) else UNKNOWN
+
+
+def signed(value: float, decimals: int) -> str:
+    """Like `fixed`, with its sign."""
+    return f"{value:+,.{decimals}f}".replace("-", "\u2212") if math.isfinite(value) else UNKNOWN
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as 1 h 02 min or 3 min 07 s."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.3g} s"
+
+
+def rate(flops: float) -> str:
+    """FLOP/s of a peak in GFLOP/s or TFLOP/s."""
+    if not math.isfinite(flops):
+        return UNKNOWN
+    return f"{flops / 1e12:,.4g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.4g} GFLOP/s"
+
+
+def fact(run: Run, key: str) -> float:
+    """A number of run.json, NaN if it is not there."""
+    value = run.facts.get(key)
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _absolute(label: str, hint: str, numbers: list[float], decimals: int) -> Row:
+    values = [fixed(n, decimals) for n in numbers]
+    return Row(label, hint, values, [signed(n - numbers[0], decimals) for n in numbers[1:]])
+
+
+def _relative(label: str, hint: str, numbers: list[float], values: list[str]) -> Row:
+    changes = [100.0 * (n / numbers[0] - 1.0) if numbers[0] else math.nan for n in numbers[1:]]
+    return Row(label, hint, values, [signed(c, 1) + " %" if math.isfinite(c) else UNKNOWN for c in changes])
+
+
+def _plain(label: str, hint: str, values: list[str]) -> Row:
+    return Row(label, hint, values, ["" for _ in values[1:]])
+
+
+def rows(runs: list[Run]) -> list[Row]:
+    """The table: what the run was, how well it learned, how fast it went."""
+    return [*_identity(runs), *_quality(runs), *_speed(runs)]
+
+
+def _identity(runs: list[Run]) -> list[Row]:
+    tokens = [float(run.series("consumed_tokens")[-1]) for run in runs]
+    steps = [f"{run.steps[-1]:,}" + _of_planned(run) for run in runs]
+    return [
+        _plain("Precision", "of the matrix products of the linear layers", [run.precision for run in runs]),
+        _plain("Parameters", "", [compact(fact(run, "num_parameters")) for run in runs]),
+        _plain("Tokens trained on", "", [compact(n) for n in tokens]),
+        _plain("Steps", "", steps),
+        _plain("Tokens a step", "", [compact(tokens_per_step(run)) for run in runs]),
+    ]
+
+
+def _of_planned(run: Run) -> str:
+    planned = run.config.get("train", {}).get("steps")
+    return f" of {planned:,}" if isinstance(planned, int) and planned != run.steps[-1] else ""
+
+
+def _quality(runs: list[Run]) -> list[Row]:
+    losses = [tail_mean(run.series("loss")) for run in runs]
+    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of the steps", losses, 4)]
+    for name in sorted({name for run in runs for name in run.evals}):
+        label = "validation" if name == "valid" else f"validation, {name}"
+        last = [run.evals[name][-1] if name in run.evals else {} for run in runs]
+        numbers = [float(record.get("loss", math.nan)) for record in last]
+        hint = "nats a token, after the last step evaluated"
+        found.append(_absolute(f"Final {label} loss", hint, numbers, 4))
+        perplexities = [math.exp(n) if n < 700 else math.inf for n in numbers]
+        shown = [fixed(p, 2) for p in perplexities]
+        found.append(_relative(f"Final {label} perplexity", "exp of that loss", perplexities, shown))
+    skipped = [run.series("skipped")[-1] for run in runs]
+    if np.nansum(skipped) > 0:
+        found.append(_plain("Steps skipped", "loss or gradient not finite", [fixed(n, 0) for n in skipped]))
+    return found
+
+
+def _speed(runs: list[Run]) -> list[Row]:
+    speed = [steady_median(run.series("tokens_per_second")) for run in runs]
+    found = [_relative("Tokens a second", "median over steps, all ranks", speed, [fixed(n, 0) for n in speed])]
+    for key, label, hint in (
+        ("mfu_causal", "MFU, causal attention", "attention counted for the half of the scores that is computed"),
+        ("mfu_full", "MFU, full attention", "attention counted for all pairs of positions"),
+    ):
+        shares = [100.0 * steady_median(run.series(key)) for run in runs]
+        found.append(_relative(label, hint, shares, [fixed(n, 1) + " %" if n == n else UNKNOWN for n in shares]))
+    memory = [float(np.nanmax([*run.series("memory_bytes"), -1.0])) for run in runs]
+    memory = [n if n >= 0 else math.nan for n in memory]
+    shown = [f"{n / 2**30:.2f} GiB" if math.isfinite(n) else UNKNOWN for n in memory]
+    found.append(_relative("Peak memory", "of rank 0", memory, shown))
+    seconds = [float(run.series("run_seconds")[-1]) for run in runs]
+    found.append(_plain("Time", "of all attempts, evaluation and saving included", [duration(s) for s in seconds]))
+    return found
+
+
+def peak_note(run: Run) -> str:
+    """What MFU is counted against, a sentence."""
+    peak, source = fact(run, "peak_flops"), run.facts.get("peak_source")
+    if not math.isfinite(peak):
+        return f"{run.name}: the peak that MFU is counted against is not recorded."
+    return f"{run.name}: MFU against a BF16 peak of {rate(peak)} a rank ({source or 'source not recorded'})."
+
+
+def verdict(runs: list[Run], others: list[Difference | None]) -> list[str]:
+    """The comparison in sentences, one for each run after the first; what one run learned if it is alone."""
+    if len(runs) == 1:
+        return [_learned(runs[0])]
+    return [_compared(run, runs[0], diff) for run, diff in zip(runs[1:], others)]
+
+
+def _learned(run: Run) -> str:
+    loss, entropy = tail_mean(run.series("loss")), fact(run, "unigram_entropy_nats")
+    text = f"{run.name} ends at a training loss of {fixed(loss, 3)} nats a token"
+    if not math.isfinite(entropy):
+        return text + "."
+    side = "below" if loss < entropy else "above"
+    return f"{text}, {fixed(abs(entropy - loss), 3)} {side} the unigram entropy of its tokens ({fixed(entropy, 3)})."
+
+
+def _compared(run: Run, baseline: Run, diff: Difference | None) -> str:
+    if diff is None:
+        return f"{run.name} and {baseline.name} share no steps of equal size, so their curves are not subtracted."
+    text = f"{run.name} ends {signed(diff.final, 4)} nats from {baseline.name}"
+    if not math.isfinite(diff.noise) or diff.noise == 0:
+        return f"{text}; there are too few steps to tell the noise."
+    share = abs(diff.final) / diff.noise
+    weight = "well inside" if share < 0.5 else "inside" if share < 1.0 else "beyond"
+    return f"{text}: {share:.2f} of the step-to-step noise ({diff.noise:.4f} nats), {weight} what a single step shows."

@@ -1,0 +1,153 @@
+"""Assembles the page: reads, computes, draws, fills the template, writes the HTML file and a PNG a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from megafp8 import __version__
+from megafp8.core.jsonio import write_atomic
+from megafp8.report import tables
+from megafp8.report.curve_figures import loss_figure, speed_figure, validation_figure
+from megafp8.report.curves import Difference, difference
+from megafp8.report.fp8_health import grids
+from megafp8.report.headline import compact, peak_note, rows, verdict
+from megafp8.report.number_figures import heat_figure, weight_figure
+from megafp8.report.runs import Run, read_runs
+from megafp8.report.style import Picture
+from megafp8.report.weights import WeightSpread, read_spread
+
+HERE = Path(__file__).parent
+SECTIONS = (
+    ("summary", "Summary"), ("loss", "Training loss"), ("validation", "Validation"), ("speed", "Speed"),
+    ("fp8", "FP8 health"), ("weights", "Weights"), ("timeline", "Timeline"), ("configuration", "Configuration"),
+    ("environment", "Environment"),
+)  # fmt: skip
+
+
+def build(run_dirs: Sequence[Path | str], out_dir: Path | str, title: str = "") -> Path:
+    """Write `report.html` and its figures as PNG into `out_dir`; returns the page's path.
+
+    Args:
+        run_dirs: run folders; the first is the baseline that the others are compared with.
+        title: of the page; empty = the runs' names.
+
+    Raises:
+        DataError: a folder is missing, is no run folder, is empty or broken; nothing is written then.
+        CheckpointError: a run's newest checkpoint is damaged.
+        ResourceError: `out_dir` cannot be written.
+    """
+    runs = read_runs([Path(folder) for folder in run_dirs])
+    out = Path(out_dir)
+    values, pictures = _contents(runs)
+    html = _environment().get_template("page.html").render(
+        **values, title=title or " against ".join(run.name for run in runs), version=__version__
+    )
+    for picture in pictures:
+        write_atomic(out / f"{picture.name}.png", picture.png)
+    write_atomic(out / "report.html", html.encode())
+    return out / "report.html"
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.globals["figure"] = lambda picture: Markup(f"<figure>{picture.svg}</figure>")
+    return environment
+
+
+def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
+    """Everything that the template asks for, and all figures."""
+    others = [difference(run, runs[0]) for run in runs[1:]]
+    healths = _healths(runs)
+    spread, spread_run = _spread(runs)
+    pictures = {
+        "loss": loss_figure(runs, others),
+        "validation": validation_figure(runs),
+        "speed": speed_figure(runs),
+        "weights": weight_figure(spread, spread_run.name) if spread is not None else None,
+    }
+    values: dict[str, Any] = {
+        "css": Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        "runs": runs,
+        "sections": SECTIONS,
+        "verdict": verdict(runs, others),
+        "notes": [f"{run.name}: {note}." for run in runs for note in run.notes],
+        "headline": rows(runs),
+        "peaks": [peak_note(run) for run in runs],
+        "pictures": pictures,
+        "loss_captions": _loss_captions(runs, others),
+        "speed_captions": _speed_captions(runs),
+        "healths": healths,
+        "fp8_absent": _fp8_absent(runs),
+        "rounding": tables.rounding_lines(spread) if spread is not None else [],
+        "weights_caption": _weights_caption(spread, spread_run) if spread is not None else "",
+        "weights_absent": "No run has a checkpoint with linear layers' weights to look at yet.",
+        "timelines": [tables.timeline(run) for run in runs],
+        "settings": tables.settings(runs),
+        "environment": tables.environment(runs),
+    }
+    return values, [*(p for p in pictures.values() if p is not None), *(health["picture"] for health in healths)]
+
+
+def _healths(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for run in runs:
+        table = grids(run)
+        if table:
+            name = f"fp8-{len(found) + 1}"
+            lines = tables.health_lines(table)
+            found.append({"run": run.name, "picture": heat_figure(table, name, run.name), "lines": lines})
+    return found
+
+
+def _fp8_absent(runs: Sequence[Run]) -> str:
+    if any("FP8" in run.precision for run in runs):
+        return "No FP8 statistics were recorded; set log.fp8_interval to record them."
+    return "No run computes in FP8; set precision.recipe to train in it."
+
+
+def _spread(runs: Sequence[Run]) -> tuple[WeightSpread | None, Run]:
+    """The weights of the first FP8 run that has a checkpoint, else of the first run that has one."""
+    for run in sorted(runs, key=lambda run: "FP8" not in run.precision):
+        found = read_spread(run.folder)
+        if found is not None:
+            return found, run
+    return None, runs[0]
+
+
+def _weights_caption(spread: WeightSpread, run: Run) -> str:
+    return (
+        f"All {compact(spread.num_weights)} weights of the {spread.num_tensors} linear layers of {run.name}, from the "
+        f"fp32 masters of {spread.checkpoint.name}. Each tensor is scaled so that its largest magnitude lies on the "
+        "format's largest value, as current scaling does, and delayed scaling while the largest magnitude stands "
+        "still. A mark is a value that the format has: evenly spaced within a power of two, so they crowd around zero."
+    )
+
+
+def _loss_captions(runs: Sequence[Run], others: Sequence[Difference | None]) -> list[str]:
+    captions = ["Thin lines are single steps, bold lines a centred moving average over about 4 % of the run."]
+    shown = [diff for diff in others if diff is not None]
+    if shown:
+        captions.append(
+            f"The noise is the standard deviation of the loss of single steps of {runs[0].name} around its trend, from "
+            "the differences of neighbouring steps divided by the square root of two. A difference inside the band "
+            "cannot be told from the luck of one batch."
+        )
+        if all(diff.same_data for diff in shown):
+            captions.append(
+                "The runs start from one seed and see the same samples in the same order, so most of that noise is "
+                "common to them and cancels: the thin lines of the difference are much quieter than the band."
+            )
+    return captions
+
+
+def _speed_captions(runs: Sequence[Run]) -> list[str]:
+    if not any("FP8" in run.precision and run.facts.get("device") == "cpu" for run in runs):
+        return []
+    return ["On a CPU, FP8 is emulated to give an FP8 GPU's numbers bit for bit: its speed here says nothing of one."]
