@@ -12,6 +12,11 @@ from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import RANK_ORDER
 
+# fp64 copies are made piece by piece in one buffer. torch's own norm with dtype=float64 allocates a copy
+# for each call, whose pages, by the heap's mood, are mapped anew: 12 to 100 ms and up to 62,000 page faults
+# for 32 million elements, against a steady 12 ms (CPU time of one thread, six processes).
+_PIECE_ELEMENTS = 1 << 18
+
 
 class GradNorm(NamedTuple):
     """The norm, and whether all gradients on all ranks are finite; both bit for bit equal on all ranks."""
@@ -43,12 +48,17 @@ def grad_norm(named_params: Sequence[tuple[str, torch.nn.Parameter]], mesh: Mesh
 
 
 def clip_scale(norm: float, clip_grad: float) -> float:
-    """The factor that brings gradients of `norm` down to `clip_grad`; 1.0 if it is below, or `clip_grad` 0."""
+    """Factor that brings gradients of `norm` down to `clip_grad`; 1.0 if it is below, or `clip_grad` 0."""
     return clip_grad / norm if 0 < clip_grad < norm else 1.0
 
 
 def _square_sum(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(tensors, 2, torch.float64)
-    return torch.stack(norms).square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if device.type != "cpu" and tensors:
+        return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
+    buffer = torch.empty(_PIECE_ELEMENTS, dtype=torch.float64, device=device)
+    for tensor in tensors:
+        for piece in tensor.view(-1).split(_PIECE_ELEMENTS):
+            wide = buffer[: piece.numel()].copy_(piece)
+            total += torch.dot(wide, wide)
+    return total

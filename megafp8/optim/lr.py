@@ -30,7 +30,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if step >= end:
         return config.min_lr
     if config.schedule == "wsd":
-        warmup = max(warmup, end - config.wsd_decay_steps)  # the decay begins here
+        warmup = end - config.wsd_decay_steps  # the decay begins here
         if step <= warmup:
             return config.lr
     done = (step - warmup) / (end - warmup)

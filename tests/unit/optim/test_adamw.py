@@ -115,7 +115,7 @@ def test_grad_scale_multiplies_gradients(dtype):
         optimizer.step(1e-2, 1.0 if named is plain else 0.3)
     unit = torch.finfo(dtype).eps
     for (name, a), (_, b) in zip(scaled, plain, strict=True):
-        # dividing by 1/0.3 instead of multiplying by 0.3: two more roundings of the gradient; the step of size
+        # dividing by 1/0.3 for multiplying by 0.3: two more roundings of the gradient; the step of size
         # lr moves by as many, and the sum with a weight below 8 rounds once more.
         assert (a - b).abs().max() <= 4 * unit * 1e-2 + 4 * unit, name
 
