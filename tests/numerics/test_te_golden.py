@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from megafp8.fp8.formats import E4M3, E5M2, cast, encode_e2m1, encode_e8m0, round_to, table
 from megafp8.fp8.linear import LinearState, update_states
-from megafp8.fp8.recipe import scale_from_amax, scale_inverse
 from megafp8.fp8.recipe import recipe as make_recipe
+from megafp8.fp8.recipe import scale_from_amax, scale_inverse
 from megafp8.fp8.recipes.delayed import updated
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -2,7 +2,7 @@
 
 mode "exact": real bytes, decoded to fp32, multiplied and summed in fp32, scaled, rounded once. mode "fast": the
 codes' values in bf16 go through the bf16 GEMM, the scale follows; the sum is rounded to bf16 before the scale and
-once after it (two roundings, at most 2**-8 relative instead of 2**-9), for half the time of a step. Only bf16
+once after it (two roundings, each at most 2**-8 relative), for half the time of a step. Only bf16
 tensors take the fast way; wider ones are exact in both modes.
 """
 
