@@ -12,10 +12,11 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform, get_origin
+from typing import Any, TypeVar, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import dataclass_transform  # typing's own needs Python 3.11
 
 from megafp8.core.errors import ConfigError
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True)
 def config_dataclass(cls: type[T]) -> type[T]:
     """A frozen, validated dataclass; unknown keys are refused, ints are not cut from floats."""
-    return pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)  # type: ignore[return-value,call-overload]
+    return pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)  # type: ignore[return-value]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

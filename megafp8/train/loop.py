@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,7 @@ class Run:
     run_seconds: float = 0.0  # of all attempts
     productive_seconds: float = 0.0  # of the steps that count
     began: float = field(default_factory=time.perf_counter)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))  # seconds of the last steps
 
     def __post_init__(self) -> None:
         config, parts = self.parts.config, self.parts
@@ -145,6 +148,7 @@ class Run:
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts
         self.productive_seconds += seconds if result.finite else 0.0
+        self.recent.append(seconds)
         tokens = self.tokens_per_step
         per_rank = tokens / seconds / parts.mesh.world
         causal, full = (flops_per_token(config.model, config.data.sequence_length, causal=c) for c in (True, False))
@@ -174,8 +178,8 @@ class Run:
         }
         self.writer.write("train", self.step, **record)
         if self.step % config.log.interval == 0 or self.step in (1, config.train.steps):
-            done_here = time.perf_counter() - self.began
-            eta = seconds * (config.train.steps - self.step) / max(record["goodput"], 0.05) if done_here else 0.0
+            # the median leaves out the first step's compilation and a step that a neighbour disturbed
+            eta = statistics.median(self.recent) * (config.train.steps - self.step)
             line = metrics.console_line({"step": self.step, **record}, steps=config.train.steps, eta_seconds=eta)
             event(logger, line)
             reading = self.gpu.read()
@@ -185,7 +189,7 @@ class Run:
     def _evaluate(self) -> None:
         self.evals = tuple(self.evaluate())
         for result in self.evals:
-            values = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+            values: dict[str, Any] = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
             self.writer.write("eval", self.step, name=result.name, **values)
             event(logger, "validation", step=self.step, name=result.name, **values)
 

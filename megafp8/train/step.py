@@ -82,5 +82,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the rank's device; the batch itself on a CPU."""
     if device.type == "cpu":
         return batch
-    parts = (getattr(batch, field.name) for field in fields(batch))
-    return Batch(*(None if part is None else part.to(device, non_blocking=True) for part in parts))
+    present = {f.name: getattr(batch, f.name) for f in fields(batch) if getattr(batch, f.name) is not None}
+    return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in present.items()})

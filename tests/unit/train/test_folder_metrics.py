@@ -42,7 +42,7 @@ def test_length_logging_and_ranks_may_change(tmp_path):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("x")
-    with pytest.raises(ResourceError, match="choose another run.dir"):
+    with pytest.raises(ResourceError, match=r"choose another run\.dir"):
         folder.prepare(_config(tmp_path))
 
 
@@ -79,10 +79,11 @@ def test_rewind_keeps_one_record_a_step_and_all_seconds(tmp_path):
 
 
 def test_the_console_line_keeps_megatrons_order():
-    fields = dict(
-        step=3, consumed_samples=24, step_seconds=0.5, tflops_causal=1.5, tokens_per_second=4096.0, lr=1e-3,
-        global_batch=8, loss=2.5, loss_scale=1.0, grad_norm=0.7, skipped=0, nan=0, goodput=0.9,
-    )  # fmt: skip
+    fields = {
+        "step": 3, "consumed_samples": 24, "step_seconds": 0.5, "tflops_causal": 1.5, "tokens_per_second": 4096.0,
+        "lr": 1e-3, "global_batch": 8, "loss": 2.5, "loss_scale": 1.0, "grad_norm": 0.7, "skipped": 0, "nan": 0,
+        "goodput": 0.9,
+    }  # fmt: skip
     line = metrics.console_line(fields, steps=10, eta_seconds=3700)
     order = ["iteration", "consumed samples", "elapsed time", "throughput", "learning rate", "global batch size",
              "lm loss", "loss scale", "grad norm", "skipped", "nan", "eta: 1:01:40", "goodput: 90.0%"]  # fmt: skip
