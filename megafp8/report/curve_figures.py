@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from megafp8.report.curves import Difference, half_width, smooth, thin
 from megafp8.report.headline import compact, fact
 from megafp8.report.runs import Run
-from megafp8.report.style import COLOURS, RC, Picture, new_figure, render, run_colour
+from megafp8.report.style import COLOURS, RC, Picture, new_figure, render, run_colour, run_width
 
 WIDTH = 9.6  # inches; the page shows a figure at the width of its column
 
@@ -21,14 +21,23 @@ def loss_figure(runs: Sequence[Run], others: Sequence[Difference | None]) -> Pic
     """Training loss of all runs, and below it each difference from the first against the step-to-step noise."""
     shown = [(i, d) for i, d in enumerate(others, 1) if d is not None]
     with matplotlib.rc_context(RC):
-        figure = new_figure(WIDTH, 6.0 if shown else 4.0)
+        figure = new_figure(WIDTH, 6.2 if shown else 3.7)
+        heights = [1.8, 1.0] if shown else [1.0]
+        grid = figure.add_gridspec(len(heights), 2, width_ratios=[1.7, 1.0], height_ratios=heights)
+        whole, late = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+        _draw_losses(whole, runs)
+        _draw_entropy(whole, runs)
+        whole.set_title("Training loss, nats a token")
+        whole.legend(loc="upper right", bbox_to_anchor=(1.0, 0.99))
+        _draw_losses(late, runs)
+        _zoom(late, runs)
+        late.set_title("The last third, enlarged")
         if shown:
-            top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2.1, 1.0])
+            bottom = figure.add_subplot(grid[1, :])
             _draw_differences(bottom, runs, shown)
-        else:
-            top = bottom = figure.subplots()
-        _draw_losses(top, runs)
-        _step_axis(bottom)
+            _step_axis(bottom)
+        for axes in (whole, late):
+            _step_axis(axes)
         return render(figure, "loss", _loss_words(runs, bool(shown)))
 
 
@@ -38,14 +47,15 @@ def _loss_words(runs: Sequence[Run], compared: bool) -> str:
 
 
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
-    lows, highs = [], []
     for index, run in enumerate(runs):
-        losses, steps = run.series("loss"), run.steps
+        losses, steps, colour = run.series("loss"), run.steps, run_colour(index)
         keep, trend = thin(len(steps)), smooth(losses, half_width(len(losses)))
-        axes.plot(steps[keep], losses[keep], color=run_colour(index), alpha=0.28, linewidth=0.8)
-        axes.plot(steps[keep], trend[keep], color=run_colour(index), label=f"{run.name} ({run.precision})")
-        lows.append(np.nanmin(losses))
-        highs.append(np.nanmax(losses))
+        axes.plot(steps[keep], losses[keep], color=colour, alpha=0.28, linewidth=0.8)
+        label = f"{run.name} ({run.precision})"
+        axes.plot(steps[keep], trend[keep], color=colour, linewidth=run_width(index), label=label)
+
+
+def _draw_entropy(axes: Axes, runs: Sequence[Run]) -> None:
     entropies = {round(n, 6) for n in (fact(run, "unigram_entropy_nats") for run in runs) if np.isfinite(n)}
     for entropy in sorted(entropies):
         axes.axhline(entropy, color=COLOURS["muted"], linewidth=1.0, linestyle=(0, (5, 3)))
@@ -53,11 +63,20 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
             f"unigram entropy {entropy:.3f}", (1.0, entropy), (-2, 4), ha="right", color=COLOURS["muted"],
             xycoords=("axes fraction", "data"), textcoords="offset points",
         )  # fmt: skip
-        highs.append(entropy)
-    pad = 0.04 * (max(highs) - min(lows)) or 0.1
-    axes.set_ylim(min(lows) - pad, max(highs) + pad)
-    axes.set_title("Training loss, nats a token")
-    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.98))
+
+
+def _zoom(axes: Axes, runs: Sequence[Run]) -> None:
+    """Limits around the last third of the longest run."""
+    last = max(int(run.steps[-1]) for run in runs)
+    first = last - last // 3
+    tails = [run.series("loss")[run.steps >= first] for run in runs]
+    values = np.concatenate(tails)
+    values = values[np.isfinite(values)]
+    if len(values):
+        low, high = float(values.min()), float(values.max())
+        pad = 0.06 * (high - low) or 0.01
+        axes.set_ylim(low - pad, high + pad)
+    axes.set_xlim(first, last + max(1, last // 100))
 
 
 def _draw_differences(axes: Axes, runs: Sequence[Run], shown: Sequence[tuple[int, Difference]]) -> None:
@@ -86,9 +105,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], shown: Sequence[tuple[int
 
 def _step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v < 1e5 else compact(v)))
-    axes.margins(x=0.01)
 
 
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -115,7 +133,11 @@ def _draw_validation(axes: Axes, runs: Sequence[Run], name: str) -> None:
         if records:
             steps, losses = [r["step"] for r in records], [float(r["loss"]) for r in records]
             marker = _MARKERS[index % len(_MARKERS)]
-            axes.plot(steps, losses, color=run_colour(index), marker=marker, markersize=4.5, label=run.name)
+            size = 7.5 if index == 0 else 4.5
+            axes.plot(
+                steps, losses, color=run_colour(index), linewidth=run_width(index), marker=marker, markersize=size,
+                label=run.name,
+            )  # fmt: skip
     axes.set_title("Validation loss, nats a token" + ("" if name == "valid" else f": {name}"))
     _step_axis(axes)
     low, high = axes.get_ylim()

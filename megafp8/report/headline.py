@@ -92,7 +92,7 @@ def _identity(runs: list[Run]) -> list[Row]:
         _plain("Parameters", "", [compact(fact(run, "num_parameters")) for run in runs]),
         _plain("Tokens trained on", "", [compact(n) for n in tokens]),
         _plain("Steps", "", steps),
-        _plain("Tokens a step", "", [compact(tokens_per_step(run)) for run in runs]),
+        _plain("Tokens a step", "", [fixed(tokens_per_step(run), 0) for run in runs]),
     ]
 
 
@@ -103,7 +103,7 @@ def _of_planned(run: Run) -> str:
 
 def _quality(runs: list[Run]) -> list[Row]:
     losses = [tail_mean(run.series("loss")) for run in runs]
-    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of the steps", losses, 4)]
+    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of steps", losses, 4)]
     for name in sorted({name for run in runs for name in run.evals}):
         label = "validation" if name == "valid" else f"validation, {name}"
         last = [run.evals[name][-1] if name in run.evals else {} for run in runs]
@@ -123,8 +123,8 @@ def _speed(runs: list[Run]) -> list[Row]:
     speed = [steady_median(run.series("tokens_per_second")) for run in runs]
     found = [_relative("Tokens a second", "median over steps, all ranks", speed, [fixed(n, 0) for n in speed])]
     for key, label, hint in (
-        ("mfu_causal", "MFU, causal attention", "attention counted for the half of the scores that is computed"),
-        ("mfu_full", "MFU, full attention", "attention counted for all pairs of positions"),
+        ("mfu_causal", "MFU, causal attention", "scores counted where the mask lets them through"),
+        ("mfu_full", "MFU, full attention", "scores counted for all pairs of positions"),
     ):
         shares = [100.0 * steady_median(run.series(key)) for run in runs]
         found.append(_relative(label, hint, shares, [fixed(n, 1) + " %" if n == n else UNKNOWN for n in shares]))
@@ -137,12 +137,18 @@ def _speed(runs: list[Run]) -> list[Row]:
     return found
 
 
-def peak_note(run: Run) -> str:
-    """What MFU is counted against, a sentence."""
-    peak, source = fact(run, "peak_flops"), run.facts.get("peak_source")
-    if not math.isfinite(peak):
-        return f"{run.name}: the peak that MFU is counted against is not recorded."
-    return f"{run.name}: MFU against a BF16 peak of {rate(peak)} a rank ({source or 'source not recorded'})."
+def peak_notes(runs: list[Run]) -> list[str]:
+    """What MFU is counted against, a sentence for all runs or one for each."""
+    texts = [_peak_text(run) for run in runs]
+    if len(set(texts)) == 1:
+        return [f"MFU is counted against {texts[0]}."]
+    return [f"{run.name}: MFU is counted against {text}." for run, text in zip(runs, texts)]
+
+
+def _peak_text(run: Run) -> str:
+    peak = fact(run, "peak_flops")
+    source = run.facts.get("peak_source") or "source not recorded"
+    return f"a BF16 peak of {rate(peak)} a rank ({source})" if math.isfinite(peak) else "a peak that is not recorded"
 
 
 def verdict(runs: list[Run], others: list[Difference | None]) -> list[str]:
@@ -164,9 +170,14 @@ def _learned(run: Run) -> str:
 def _compared(run: Run, baseline: Run, diff: Difference | None) -> str:
     if diff is None:
         return f"{run.name} and {baseline.name} share no steps of equal size, so their curves are not subtracted."
-    text = f"{run.name} ends {signed(diff.final, 4)} nats from {baseline.name}"
-    if not math.isfinite(diff.noise) or diff.noise == 0:
-        return f"{text}; there are too few steps to tell the noise."
-    share = abs(diff.final) / diff.noise
-    weight = "well inside" if share < 0.5 else "inside" if share < 1.0 else "beyond"
-    return f"{text}: {share:.2f} of the step-to-step noise ({diff.noise:.4f} nats), {weight} what a single step shows."
+    text = f"{run.name} ends {_above(diff.final)} {baseline.name} in training loss"
+    if math.isfinite(diff.noise) and diff.noise > 0:
+        text += f", {abs(diff.final) / diff.noise:.2f} times the step-to-step noise of {diff.noise:.4f}"
+    for name in sorted(run.evals.keys() & baseline.evals.keys()):
+        gap = float(run.evals[name][-1]["loss"]) - float(baseline.evals[name][-1]["loss"])
+        text += f"; {_above(gap)} in validation loss" + ("" if name == "valid" else f" on {name}")
+    return text + "."
+
+
+def _above(gap: float) -> str:
+    return f"{abs(gap):.4f} nats {'above' if gap >= 0 else 'below'}" if math.isfinite(gap) else "unknown nats from"

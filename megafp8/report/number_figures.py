@@ -115,7 +115,7 @@ def _draw_linear(axes: Axes, spread: WeightSpread) -> None:
     centres = (LINEAR_EDGES[1:] + LINEAR_EDGES[:-1]) / 2.0
     axes.fill_between(centres, spread.linear_counts, step="mid", color=COLOURS["soft"], linewidth=0)
     axes.set_xlim(-1.02, 1.02)
-    axes.set_title("Weights over each tensor's largest magnitude, and the values that each format has there")
+    axes.set_title("Weights, and the values that each format has to round them to")
     _bare(axes)
 
 
@@ -127,10 +127,10 @@ def _draw_log(axes: Axes, spread: WeightSpread) -> None:
         edge = float(np.log2(fmt.smallest / fmt.max)) - 1.0  # half of the smallest value rounds to zero
         axes.axvline(edge, color=colour, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.annotate(
-            f"{fmt.name}: below here\nbecomes zero", (edge, 1.0), (4, -2), va="top", color=colour, fontsize=8.5,
+            f"{fmt.name}: zero\nto the left", (edge, 1.0), (4, -2), va="top", color=colour, fontsize=8.5,
             xycoords=("data", "axes fraction"), textcoords="offset points",
         )  # fmt: skip
-    axes.set_title("The same by magnitude, powers of two below the largest")
+    axes.set_title("The same by magnitude, on a scale of powers of two")
     _bare(axes)
 
 
@@ -160,11 +160,18 @@ def _draw_rug(axes: Axes, *, signed: bool) -> None:
     axes.spines["left"].set_visible(False)
     if signed:
         axes.set_xlim(-1.02, 1.02)
-        axes.set_xticks([-1, -0.5, 0, 0.5, 1], ["\u2212max", "\u2212max/2", "0", "max/2", "max"])
+        axes.set_xticks([-1, -0.5, 0, 0.5, 1], ["\u22121", "\u22120.5", "0", "0.5", "1"])
+        axes.set_xlabel("weight over the largest magnitude of its tensor")
     else:
         axes.set_xlim(*_log_limits())
         axes.xaxis.set_major_locator(MaxNLocator(9, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"2^{v:.0f}".replace("-", "\u2212") if v else "1"))
+        axes.tick_params(axis="x", labelsize=10.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _power_of_two(round(v))))
+
+
+def _power_of_two(exponent: int) -> str:
+    raised = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"2{raised}" if exponent else "1"
 
 
 def _positions(fmt: Format, signed: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ from megafp8.report import tables
 from megafp8.report.curve_figures import loss_figure, speed_figure, validation_figure
 from megafp8.report.curves import Difference, difference
 from megafp8.report.fp8_health import grids
-from megafp8.report.headline import compact, peak_note, rows, verdict
+from megafp8.report.headline import compact, peak_notes, rows, verdict
 from megafp8.report.number_figures import heat_figure, weight_figure
 from megafp8.report.runs import Run, read_runs
 from megafp8.report.style import Picture
@@ -45,7 +45,7 @@ def build(run_dirs: Sequence[Path | str], out_dir: Path | str, title: str = "") 
     out = Path(out_dir)
     values, pictures = _contents(runs)
     html = _environment().get_template("page.html").render(
-        **values, title=title or " against ".join(run.name for run in runs), version=__version__
+        **values, title=title or " vs ".join(run.name for run in runs), version=__version__
     )
     for picture in pictures:
         write_atomic(out / f"{picture.name}.png", picture.png)
@@ -79,7 +79,7 @@ def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
         "verdict": verdict(runs, others),
         "notes": [f"{run.name}: {note}." for run in runs for note in run.notes],
         "headline": rows(runs),
-        "peaks": [peak_note(run) for run in runs],
+        "peaks": peak_notes(runs),
         "pictures": pictures,
         "loss_captions": _loss_captions(runs, others),
         "speed_captions": _speed_captions(runs),
@@ -88,7 +88,8 @@ def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
         "rounding": tables.rounding_lines(spread) if spread is not None else [],
         "weights_caption": _weights_caption(spread, spread_run) if spread is not None else "",
         "weights_absent": "No run has a checkpoint with linear layers' weights to look at yet.",
-        "timelines": [tables.timeline(run) for run in runs],
+        "timelines": (timelines := [tables.timeline(run) for run in runs]),
+        "marked": sorted({mark["kind"] for line in timelines for mark in line["marks"]}, key=tables.KINDS.index),
         "settings": tables.settings(runs),
         "environment": tables.environment(runs),
     }

@@ -15,12 +15,14 @@ from megafp8.report.runs import Run
 from megafp8.report.weights import WeightSpread
 
 Line = dict[str, Any]
-MARKED = ("saved", "resumed", "preempted")
+KINDS = ("saved", "resumed", "preempted", "other")
 
 
 def percent(value: float) -> str:
     """A percentage from tiny to large; an exact zero is a plain 0."""
-    return "0 %" if value == 0 else f"{value:.2g} %" if value < 10 else f"{value:.1f} %"
+    if value >= 10.0:
+        return f"{value:.1f} %"
+    return np.format_float_positional(value, precision=2, fractional=False, trim="-") + " %"
 
 
 def health_lines(grids: Mapping[tuple[str, str], Grid]) -> list[Line]:
@@ -64,7 +66,7 @@ def timeline(run: Run) -> Line:
     total = max(last, planned if isinstance(planned, int) else 0)
     marks = [
         {
-            "kind": event["event"] if event.get("event") in MARKED else "other",
+            "kind": event["event"] if event.get("event") in KINDS else "other",
             "at": round(100.0 * min(event["step"], total) / total, 2),
             "words": f"{event.get('event', 'event')} at step {event['step']:,}",
         }
@@ -105,9 +107,8 @@ def settings(runs: Sequence[Run]) -> list[Line]:
     keys = dict.fromkeys([*(key for values in flat for key in values if key in changed), *changed])
     for key in dict.fromkeys([*keys, *(k for k in flat[0] if len({v.get(k) for v in flat}) > 1)]) if flat else ():
         values = [run.changed[key][1] if key in run.changed else v.get(key, "") for run, v in zip(runs, flat)]
-        lines.append(
-            {"key": key, "default": changed.get(key, ""), "values": values, "differs": len(set(values)) > 1}
-        )
+        default = changed.get(key, "").replace('"(none)"', UNKNOWN)  # required: it has no default
+        lines.append({"key": key, "default": default, "values": values, "differs": len(set(values)) > 1})
     return lines
 
 

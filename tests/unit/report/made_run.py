@@ -133,7 +133,7 @@ def facts(name: str) -> dict[str, Any]:
 def save_weights(folder: Path, step: int, layers: int, seed: int) -> None:
     """A checkpoint with fp32 masters: normal, with a few larger ones as trained layers have."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"attention.qkv": (512, 256), "attention.out": (256, 256), "mlp.gate_up": (2, 704, 256), "mlp.down": (256, 704)}
+    shapes = dict(zip(GEMMS, ((512, 256), (256, 256), (2, 704, 256), (256, 704))))
     tensors = {"optimizer.master.final_norm.weight": torch.ones(256)}
     for layer in range(layers):
         for gemm, shape in shapes.items():
