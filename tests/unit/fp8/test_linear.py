@@ -9,6 +9,7 @@ from megafp8.fp8.formats import E4M3, E5M2
 from tests.unit.fp8.reference import fake_quantize, scale_for
 
 TOKENS, INPUTS, OUTPUTS = 48, 96, 64
+DELAYED_SCALES = (231.7, 911.3, 5.3e6)  # as earlier tensors gave them; the input's clips its largest values
 FP32_UNIT, BF16_UNIT = 2.0**-24, 2.0**-8  # half a step, relative to the value
 
 
@@ -26,7 +27,11 @@ def run(dtype, made, chosen):
     x, weight, bias, grad = operands(dtype)
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
-    y = quantized_linear(x, weight, bias, LinearState("layer", made, chosen))
+    state = LinearState("layer", made, chosen)
+    for role, scale in zip(("input", "weight", "grad_output"), DELAYED_SCALES, strict=True):
+        if "scale" in state.roles[role].tensors:
+            state.roles[role].tensors["scale"].fill_(scale)
+    y = quantized_linear(x, weight, bias, state)
     assert y.shape == (3, TOKENS // 3, OUTPUTS) and y.dtype == dtype
     y.backward(grad)
     assert [t.grad.dtype for t in (x, weight, bias)] == [dtype] * 3
@@ -54,11 +59,11 @@ def current_scales(tensors, formats):
     return [scale_for(t, f) for t, f in zip(tensors, formats, strict=True)]
 
 
-def first_scales(tensors, formats):
-    return [np.float32(1.0)] * 3  # delayed scaling before its first update
+def delayed_scales(tensors, formats):
+    return [np.float32(scale) for scale in DELAYED_SCALES]
 
 
-@pytest.mark.parametrize(("name", "scales"), [("current", current_scales), ("delayed", first_scales)])
+@pytest.mark.parametrize(("name", "scales"), [("current", current_scales), ("delayed", delayed_scales)])
 @pytest.mark.parametrize("kind", ["emulated", "native"])
 def test_values_and_gradients_in_fp32(name, scales, kind):
     got, inputs = run(torch.float32, recipe(name), backend(kind, "exact", device="cpu"))
@@ -72,7 +77,7 @@ def test_values_and_gradients_in_fp32(name, scales, kind):
 @pytest.mark.parametrize("name", ["current", "delayed"])
 @pytest.mark.parametrize("kind", ["emulated", "native"])
 def test_bf16_exact_rounds_once(name, kind):
-    scales = current_scales if name == "current" else first_scales
+    scales = current_scales if name == "current" else delayed_scales
     got, inputs = run(torch.bfloat16, recipe(name), backend(kind, "exact", device="cpu"))
     for key, (want, magnitude, terms) in straight_through(*inputs, scales).items():
         # one bf16 rounding of the result; native rounds before and after the bias, hence of both addends
@@ -85,7 +90,7 @@ def test_bf16_exact_rounds_once(name, kind):
 def test_fast_mode_rounds_twice(name):
     fast, inputs = run(torch.bfloat16, recipe(name), backend("emulated", "fast", compiled=False))
     exact, _ = run(torch.bfloat16, recipe(name), backend("emulated", "exact"))
-    scales = current_scales if name == "current" else first_scales
+    scales = current_scales if name == "current" else delayed_scales
     for key, (want, magnitude, terms) in straight_through(*inputs, scales).items():
         bias = np.abs(inputs[2].double().numpy()) if key == "y" else 0.0
         # the sum is rounded to bf16 before the scale and (with the bias added) after it, exact mode once
@@ -98,7 +103,7 @@ def test_fast_mode_rounds_twice(name):
 def test_native_differs_from_emulated_only_by_summation(name):
     native, inputs = run(torch.float32, recipe(name), backend("native", device="cpu"))
     emulated, _ = run(torch.float32, recipe(name), backend("emulated", "exact"))
-    scales = current_scales if name == "current" else first_scales
+    scales = current_scales if name == "current" else delayed_scales
     for key, (_, magnitude, terms) in straight_through(*inputs, scales).items():
         # both sum n terms in fp32 in their own order; native scales the operands (2 roundings a term), emulated the sum
         bound = 2 * (terms + 4) * FP32_UNIT * magnitude
