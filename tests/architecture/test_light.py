@@ -30,6 +30,13 @@ def ask(*words: str) -> dict:
     return json.loads(run.stdout)
 
 
+@pytest.mark.parametrize("module", ["megafp8.train.check", "megafp8.corpus.run"])
+def test_dry_run_and_corpus_need_no_torch(module: str) -> None:
+    # what is imported by what is imported counts here, which no rule on single files sees
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_help_loads_nothing_heavy_and_takes_under_a_second() -> None:
     # CPU time of the best of three: wall time on a busy machine says nothing about the program
     answers = [ask("--help") for _ in range(3)]
