@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 HELP = "list, show, verify or prune the checkpoints of a run"
 EPILOG = """examples:
@@ -19,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     parser.add_argument("action", choices=("ls", "show", "verify", "prune"), help="what to do")
     parser.add_argument("path", metavar="RUN", help="a run's folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="prune: newest to keep (default: as the run says, or 2)")
+    parser.add_argument(
+        "--keep-last", type=int, metavar="N", help="prune: newest to keep (default: as the run says, or 2)"
+    )
     parser.add_argument("--keep-every", type=int, metavar="N", help="prune: also keep multiples of this step")
     parser.add_argument("--dry-run", action="store_true", help="prune: only say what would go")
 
@@ -29,10 +32,8 @@ def run(args: argparse.Namespace) -> int:
     return {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}[args.action](args)
 
 
-def _root(path: str):  # type: ignore[no-untyped-def]
+def _root(path: str) -> Path:
     """The folder that holds the checkpoints of `path`."""
-    from pathlib import Path
-
     from megafp8.checkpoint.folders import candidates
     from megafp8.core.errors import CheckpointError
 
@@ -43,8 +44,6 @@ def _root(path: str):  # type: ignore[no-untyped-def]
 
 
 def _is_one(path: str) -> bool:
-    from pathlib import Path
-
     from megafp8.checkpoint.manifest import MANIFEST_NAME
 
     return (Path(path) / MANIFEST_NAME).is_file()
@@ -96,7 +95,6 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     import sys
     import time
-    from pathlib import Path
 
     from megafp8.checkpoint.folders import candidates, verify
     from megafp8.core.errors import CheckpointError

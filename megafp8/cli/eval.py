@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    from megafp8.infer.score import score, windows
+    from megafp8.infer.score import Windows, score
     from megafp8.infer.sources import dataset_tokens, text_tokens
     from megafp8.infer.weights import DTYPES, load_model
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if args.data
         else text_tokens(args.text, loaded.tokenizer, args.max_tokens)
     )
-    batches = windows(tokens, length=length, batch=args.batch)
+    batches = Windows(tokens, length=length, batch=args.batch)
     shown = track(batches, "scoring", console=Console(stderr=True), transient=True)
     result = score(loaded.model, shown)
     line = f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.4f}  tokens {result.tokens}"

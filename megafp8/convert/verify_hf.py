@@ -1,0 +1,242 @@
+"""Does a written Hugging Face folder say what our model says? Reloaded with transformers, which shares no code with us.
+
+Logits are compared twice. In fp32, where only the order of sums differs, the bound is tight and any wrong name, order,
+transpose or rotary base breaks it. Then in the stored dtype, as a user will run it, with the bound of its rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.convert.hf_tokenizer import UNIGRAM
+from megafp8.convert.optional import load
+from megafp8.core.errors import CheckpointError
+from megafp8.data.tokenizer import Tokenizer
+from megafp8.infer.generate import generate
+from megafp8.infer.weights import build_model
+from megafp8.models import ModelConfig
+from megafp8.models.decoder import Decoder
+
+# Scripts, digits, code, white space of all kinds, characters outside a vocabulary: what tokenizers get wrong.
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it sleeps for 12,345 seconds.",
+    "Größere Wörterbücher enthalten längere Wörter; Straßenbahnhaltestelle ist eines davon.",
+    "日本語の文章には空白がありません。形態素解析が必要です。",
+    "def area(radius):\n    if radius < 0:\n        raise ValueError('negative')\n\treturn 3.14159 * radius ** 2\n",
+    "  two leading spaces, three   inside, and a trailing one ",
+    "line one\n\nline three\r\nand a carriage return\ttab",
+    "naïve café, e\u0301 decomposed, ﬁ ligature, ½, ™, “quotes” – and a dash — or two…",
+    "🙂 emoji 👩‍🔬 joined, rare 𝔘𝔫𝔦𝔠𝔬𝔡𝔢, Ελληνικά, Русский, العربية, हिन्दी",
+    "https://example.org/path?query=1&other=2#fragment <html>&amp;</html> {\"json\": [1, 2.5e-3, null]}",
+    "A",
+    "",
+)  # fmt: skip
+PROMPT = "The quick brown fox"
+_MAX_TOKENS = 512
+_NEW_TOKENS = 16
+_SAFETY = 8  # of the bounds below, which are rms estimates; the largest of V x S differences lies about 5 rms out
+_UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """Ours against the reloaded model's, in one dtype. `kl` is the mean over positions, in nats."""
+
+    dtype: str
+    largest: float
+    bound: float
+    scale: float
+    kl: float
+    top1: float
+
+    @property
+    def good(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.largest <= self.bound  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"logits in {self.dtype}: largest difference {self.largest:.3g} (bound {self.bound:.3g}, largest logit "
+            f"{self.scale:.3g}), KL {self.kl:.3g} nats, top-1 agreement {self.top1:.2%}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the comparison found; `problems` is empty where all is well."""
+
+    logits: tuple[LogitComparison, ...]
+    texts: int
+    texts_differing: tuple[str, ...]
+    sample: str
+    sample_theirs: str
+
+    @property
+    def problems(self) -> list[str]:
+        """What is out of bounds."""
+        found = [str(comparison) for comparison in self.logits if not comparison.good]
+        found += [f"tokenizer ids differ for {text!r}" for text in self.texts_differing]
+        if self.sample != self.sample_theirs:
+            found.append(f"greedy samples differ: ours {self.sample!r}, theirs {self.sample_theirs!r}")
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield from map(str, self.logits)
+        yield f"tokenizer: ids equal for {self.texts - len(self.texts_differing)} of {self.texts} texts"
+        same = "the same from both" if self.sample == self.sample_theirs else f"theirs {self.sample_theirs!r}"
+        yield f"greedy sample ({same}): {self.sample!r}"
+
+
+def verify_folder(
+    folder: Path,
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    tokenizer: Tokenizer | None,
+) -> Report:
+    """Reload `folder` with transformers and compare it with our own model.
+
+    Args:
+        tensors: our weights by our names, in the dtype that was written.
+        tokenizer: the one that trained the model; None: the folder has none.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: transformers cannot load the folder.
+    """
+    transformers = load("transformers", "convert with --no-verify")
+    ids = _sample_ids(config, tokenizer)
+    dtype = next(iter(tensors.values())).dtype
+    comparisons, samples = [], ("", "")
+    for compute in dict.fromkeys((torch.float32, dtype)):
+        ours = build_model(config, {name: tensor.to(compute) for name, tensor in tensors.items()})
+        theirs = _reload(transformers, folder, compute)
+        comparisons.append(_compare(config, compute, ours, theirs, ids))
+        if compute == torch.float32:
+            samples = _samples(ours, theirs, config, tokenizer, comparisons[0].bound)
+    differing = _differing_texts(transformers, folder, tokenizer) if tokenizer else ()
+    return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, *samples)
+
+
+def _sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor:
+    """[1, S] ids of real text; without a tokenizer, ids spread over the vocabulary."""
+    limit = min(config.max_sequence_length, _MAX_TOKENS)
+    if tokenizer is None:
+        return (torch.arange(limit) * 7919 % config.vocab_size).unsqueeze(0)
+    ids = [tokenizer.eod_id, *(number for text in TEXTS for number in tokenizer.encode(text))]
+    return torch.tensor([ids[:limit]])
+
+
+def _reload(transformers: Any, folder: Path, dtype: torch.dtype) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except Exception as error:  # the package raises of every kind
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {line}") from error
+    return model.eval()
+
+
+@torch.inference_mode()
+def _compare(config: ModelConfig, dtype: torch.dtype, ours: Decoder, theirs: Any, ids: torch.Tensor) -> LogitComparison:
+    a, b = ours(ids).double(), theirs(ids).logits.double()
+    log_p, log_q = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+    scale = float(a.abs().max())
+    return LogitComparison(
+        dtype=str(dtype).removeprefix("torch."),
+        largest=float((a - b).abs().max()),
+        bound=logit_bound(config, dtype, scale),
+        scale=scale,
+        kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        top1=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
+    )
+
+
+def logit_bound(config: ModelConfig, dtype: torch.dtype, scale: float) -> float:
+    """How far two correct implementations may differ in one logit whose largest is `scale`.
+
+    Every rounding adds an independent relative error of at most the dtype's unit u to the residual stream. In fp32 a
+    sum of K terms in another order is K roundings, of which rms sqrt(K) u remains; each of the 2 L branches has one
+    such sum, so the errors add up to u sqrt(K) sqrt(2 L + 1). In bf16 and fp16 products are summed in fp32 and each of
+    about 8 stored results a layer is rounded once: u sqrt(8 L + 2). Times the safety factor.
+    """
+    unit = _UNITS[dtype]
+    if dtype == torch.float32:
+        terms = max(config.hidden_size, config.ffn_hidden_size)
+        return _SAFETY * unit * math.sqrt(terms * (2 * config.num_layers + 1)) * max(scale, 1.0)
+    return _SAFETY * unit * math.sqrt(8 * config.num_layers + 2) * max(scale, 1.0)
+
+
+@torch.inference_mode()
+def _samples(
+    ours: Decoder, theirs: Any, config: ModelConfig, tokenizer: Tokenizer | None, bound: float
+) -> tuple[str, str]:
+    """Greedy continuations by both; to part where the two likeliest tokens tie within `bound` is no difference."""
+    prompt = (tokenizer.encode(PROMPT) if tokenizer else []) or [1]
+    prompt = prompt[: config.max_sequence_length - 1]
+    new = min(_NEW_TOKENS, config.max_sequence_length - len(prompt))
+    (mine,) = generate(ours, [prompt], max_new_tokens=new)
+    ids = torch.tensor([prompt])
+    answer = theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        use_cache=True,
+    )
+    other = answer[0, len(prompt) :].tolist()
+    parting = next((at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+    if parting is not None:
+        top = ours(torch.tensor([[*prompt, *mine[:parting]]]))[0, -1].topk(2).values
+        if float(top[0] - top[1]) <= 2 * bound:
+            other = mine
+    return _text(tokenizer, mine), _text(tokenizer, other)
+
+
+def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+def _differing_texts(transformers: Any, folder: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the package raises of every kind
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise CheckpointError(f"{folder}: transformers cannot load its tokenizer: {line}") from error
+    ties = _Ties(folder / "tokenizer.model")
+    differing = []
+    for text in TEXTS:
+        got = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if got != (wanted := tokenizer.encode(text)) and not ties.hold(wanted, got):
+            differing.append(text)
+    return tuple(differing)
+
+
+class _Ties:
+    """Whether two segmentations of a text are equally likely to a SentencePiece Unigram model.
+
+    It adds scores in fp32 and the `tokenizers` package in fp64, so among equals (runs of spaces, of brackets) each may
+    take another one; neither is wrong. Nothing ties in BPE.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._model = None
+        if path.is_file():
+            data = path.read_bytes()
+            spec = load("sentencepiece.sentencepiece_model_pb2").ModelProto.FromString(data).trainer_spec
+            if spec.model_type == UNIGRAM:
+                self._model = load("sentencepiece").SentencePieceProcessor(model_proto=data)
+
+    def hold(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        """Whether ids `a` and `b` score the same up to the rounding of their fp32 sums."""
+        if self._model is None or self._model.decode(list(a)) != self._model.decode(list(b)):
+            return False
+        one, other = (sum(self._model.get_score(number) for number in ids) for ids in (a, b))
+        return abs(one - other) <= max(len(a), len(b)) * 2.0**-23 * abs(one)

@@ -1,0 +1,138 @@
+"""A checkpoint as a model to run: weights in the dtype asked for, on one process, with its tokenizer.
+
+The checkpoint alone decides the model: its manifest holds the resolved configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint import find, iterate_tensors, read_meta
+from megafp8.core.config import build as build_config
+from megafp8.core.errors import CheckpointError, ConfigError, DataError
+from megafp8.data.tokenizer import Tokenizer, load_tokenizer
+from megafp8.models import ModelConfig, build
+from megafp8.models.decoder import Decoder
+
+MASTER = "optimizer.master."  # the weights are stored once, at full precision, as the optimizer's masters
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what belongs to it. `sequence_length` is training's, in tokens."""
+
+    path: Path
+    model: Decoder
+    config: ModelConfig
+    tokenizer: Tokenizer
+    sequence_length: int
+
+
+def model_config(path: Path) -> ModelConfig:
+    """The model section of a checkpoint.
+
+    Raises:
+        CheckpointError: damaged, or its configuration is not one of ours.
+    """
+    section = read_meta(path).get("config", {}).get("model")
+    if section is None:
+        raise CheckpointError(f"{path}: its manifest holds no model configuration; it was not written by a run")
+    try:
+        return build_config(ModelConfig, section)
+    except ConfigError as error:
+        lines = "; ".join(str(error).splitlines())
+        raise CheckpointError(f"{path}: its model configuration is not of this version: {lines}") from error
+
+
+def tokenizer_path(path: Path, given: str | Path | None = None) -> str:
+    """Where the tokenizer of a checkpoint is: `given`, else what its configuration names.
+
+    Raises:
+        DataError: it names none, or it is another one than the model was trained with.
+    """
+    meta = read_meta(path)
+    spec = str(given or meta.get("config", {}).get("data", {}).get("tokenizer") or "")
+    if not spec:
+        raise DataError(f"{path}: names no tokenizer; name it with --tokenizer")
+    try:
+        found = load_tokenizer(spec).fingerprint
+    except DataError as error:
+        raise DataError(f"{error}; name where it is now with --tokenizer") from None
+    wanted = (meta.get("tokenizer") or {}).get("fingerprint", found)
+    if found != wanted:
+        raise DataError(f"{spec}: tokenizer {found[:12]} is not {wanted[:12]}, which the model was trained with")
+    return spec
+
+
+def weights(path: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's whole tensors by our names, in `dtype` (None: as stored), on the CPU.
+
+    Raises:
+        CheckpointError: damaged, or it holds no weights.
+    """
+    found = {name.removeprefix(MASTER): tensor.to(dtype) for name, tensor in iterate_tensors(path, MASTER)}
+    if not found:
+        raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
+    return found
+
+
+def check_weights(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Decoder:
+    """Hold `tensors` against the config; returns the model that they fit, without memory (on meta).
+
+    Raises:
+        CheckpointError: names or shapes are not those of the config; names the first.
+    """
+    model = build(config, dtype=next(iter(tensors.values())).dtype, device="meta")
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(wanted | found):
+        here, there = wanted.get(name), found.get(name)
+        if here != there:
+            what = "is missing" if there is None else "is unknown" if here is None else f"has shape {there}, not {here}"
+            raise CheckpointError(f"{name} {what}: the weights are not those of the configuration")
+    return model
+
+
+def build_model(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, device: str = "cpu") -> Decoder:
+    """A model over `tensors`, which it takes as they are; for inference only.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the config.
+    """
+    model = check_weights(config, tensors)
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, torch.nn.Parameter(tensor.to(device), requires_grad=False))
+    return model.eval()
+
+
+def load_model(
+    path: Path | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    tokenizer: str | Path | None = None,
+) -> Loaded:
+    """Load the checkpoint `path`, or the newest complete one of a run.
+
+    Args:
+        dtype: to compute in.
+        tokenizer: where its file is, if it has moved since training.
+
+    Raises:
+        CheckpointError: none there, damaged, or not one of ours.
+        DataError: the tokenizer is missing or another one.
+    """
+    path = find(path)
+    config = model_config(path)
+    spec = tokenizer_path(path, tokenizer)
+    meta: dict[str, Any] = read_meta(path)
+    length = meta["config"].get("data", {}).get("sequence_length", config.max_sequence_length)
+    model = build_model(config, weights(path, dtype), device=device)
+    return Loaded(path, model, config, load_tokenizer(spec), length)
