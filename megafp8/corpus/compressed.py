@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 import zstandard
 
-_CHUNK = 1 << 14  # compressed bytes at once: bounds what a highly compressed chunk can swell to
+_CHUNK = 1 << 14  # bytes that a decoder takes at once, and gzip gives: bounds how far a chunk can swell
 _BUFFER = 1 << 20
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -32,6 +32,7 @@ class InputStream(io.RawIOBase):
 
     Attributes:
         position: bytes of the file read so far.
+        reader: buffered, with `readline`; closed with the stream.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -41,12 +42,15 @@ class InputStream(io.RawIOBase):
         head = self._file.read(4)
         self._file.seek(0)
         if head[:2] == _GZIP:
-            self._chunks = _members(self._read, lambda: zlib.decompressobj(31), zlib.error)
+            self._chunks = _members(self._read, lambda: zlib.decompressobj(31), _inflate, zlib.error)
         elif head == _ZSTD or (head[1:] == _SKIPPABLE and 0x50 <= head[0] <= 0x5F):
-            self._chunks = _members(self._read, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
+            self._chunks = _members(
+                self._read, zstandard.ZstdDecompressor().decompressobj, _unzstd, zstandard.ZstdError
+            )
         else:
             self._chunks = iter(lambda: self._read(_BUFFER), b"")
         self._left = memoryview(b"")
+        self.reader = io.BufferedReader(self, _BUFFER)
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)
@@ -58,7 +62,7 @@ class InputStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._left:
+        while not self._left:  # a decoder may need more input for its first byte
             chunk = next(self._chunks, None)
             if chunk is None:
                 return 0
@@ -79,14 +83,32 @@ class InputStream(io.RawIOBase):
         super().close()
 
 
-def _members(read: Callable[[int], bytes], make: Callable[[], Any], kind: type[Exception]) -> Iterator[bytes]:
+def _inflate(decoder: Any, data: bytes) -> Iterator[bytes]:
+    """A chunk in bounded pieces, so that what precedes a damaged place is still delivered."""
+    out = b""
+    while not decoder.eof and (data or len(out) == _CHUNK):
+        out = decoder.decompress(data, _CHUNK)
+        data = decoder.unconsumed_tail
+        yield out
+
+
+def _unzstd(decoder: Any, data: bytes) -> Iterator[bytes]:
+    yield decoder.decompress(data)
+
+
+def _members(
+    read: Callable[[int], bytes],
+    make: Callable[[], Any],
+    step: Callable[[Any, bytes], Iterator[bytes]],
+    kind: type[Exception],
+) -> Iterator[bytes]:
     """Decompressed chunks of all members (gzip) or frames (zstd) of a stream."""
     decoder = None
     try:
         while data := read(_CHUNK):
             while data:
                 decoder = decoder or make()
-                yield decoder.decompress(data)
+                yield from step(decoder, data)
                 if not decoder.eof:
                     break
                 data, decoder = decoder.unused_data.lstrip(b"\0"), None  # tapes and blocks pad with zeros
@@ -94,8 +116,3 @@ def _members(read: Callable[[int], bytes], make: Callable[[], Any], kind: type[E
         raise DamagedError(f"damaged compressed stream ({error})") from None
     if decoder is not None:
         raise DamagedError("compressed stream is cut short")
-
-
-def buffered(stream: InputStream) -> io.BufferedReader:
-    """A reader of lines over the stream."""
-    return io.BufferedReader(stream, _BUFFER)

@@ -102,8 +102,9 @@ def clear(folder: Path) -> None:
 def clear_partial(folder: Path) -> None:
     """Remove the hidden files of an unfinished run, but for its journal."""
     partial_quarantine(folder).unlink(missing_ok=True)
+    written = (MANIFEST, JOURNAL, TOKENIZER, TOKENIZER_INFO, *(f"{split}.json" for split in SPLITS))
     for path in folder.glob(".*.tmp"):  # of records whose writing was killed
-        if path.name.startswith(tuple(f".{name}." for name in (MANIFEST, JOURNAL, TOKENIZER, TOKENIZER_INFO))):
+        if path.name.startswith(tuple(f".{name}." for name in written)):
             path.unlink()
     for split in SPLITS:
         remove_partial(folder / split)

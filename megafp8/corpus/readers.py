@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megafp8.core.errors import DataError
-from megafp8.corpus.compressed import UTF16_MARKS, DamagedError, InputStream, buffered
+from megafp8.corpus.compressed import UTF16_MARKS, DamagedError, InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Document, Record, excerpt
 
@@ -112,7 +112,7 @@ class FileSource:
 def jsonl_records(path: str, stream: InputStream, config: SourceConfig) -> Iterator[Record]:
     """A record for each line; what ends the file early is its last record."""
     line, first = 0, True
-    reader = buffered(stream)
+    reader = stream.reader
     try:
         while data := reader.readline(config.max_record_bytes + 1):
             line += 1
@@ -150,7 +150,7 @@ def _too_long(path: str, line: int, data: bytes, config: SourceConfig) -> Record
 def text_records(path: str, stream: InputStream, config: SourceConfig) -> Iterator[Record]:
     """One document: the whole file, decoded as told."""
     try:
-        data = buffered(stream).read(config.max_record_bytes + 1)
+        data = stream.reader.read(config.max_record_bytes + 1)
     except DamagedError as error:
         yield Record(path, 1, Bad(path, 1, str(error), damaged=True))
         return

@@ -130,7 +130,8 @@ class _Run:
                 # an error aborts both; commit is called by hand, after the verdict
                 for writer in writers.values():
                     stack.callback(writer.abort)
-                self._tokenize(Job(spec, dtype.name, self.config.source, self.config.split), writers)
+                job = Job(spec, tokenizer.fingerprint, dtype.name, self.config.source, self.config.split)
+                self._tokenize(job, writers)
                 self._verdict()
                 return self._commit(writers, tokenizer)
         except OSError as error:

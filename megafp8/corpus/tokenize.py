@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from megafp8.core.errors import ResourceError
+from megafp8.core.errors import DataError, ResourceError
 from megafp8.corpus.config import SourceConfig, SplitConfig
 from megafp8.corpus.documents import Bad, Document, Record, parse, split_of
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,9 +34,15 @@ _AHEAD = 3  # batches in flight for each worker: one worked on, one waiting, one
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know; hashable, so that each process loads its tokenizer once."""
+    """All that a worker needs to know.
+
+    Attributes:
+        tokenizer: the spec to load.
+        fingerprint: of the tokenizer; a process that meets another one under the same path loads it anew.
+    """
 
     tokenizer: str
+    fingerprint: str
     dtype: str
     source: SourceConfig
     split: SplitConfig
@@ -83,8 +89,11 @@ def batches(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(spec: str) -> Tokenizer:
-    return load_tokenizer(spec)
+def _tokenizer(spec: str, fingerprint: str) -> Tokenizer:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(f"{spec}: changed while the corpus was being tokenized; run the same command again")
+    return tokenizer
 
 
 def encode_batch(job: Job, batch: list[Record]) -> Encoded:
@@ -101,7 +110,7 @@ def encode_batch(job: Job, batch: list[Record]) -> Encoded:
             empty += 1
         elif document is not None:
             documents[split_of(document.text, job.split)].append(document)
-    tokenizer = _tokenizer(job.tokenizer)
+    tokenizer = _tokenizer(job.tokenizer, job.fingerprint)
     parts = {split: _encode(found, tokenizer, np.dtype(job.dtype)) for split, found in documents.items() if found}
     return Encoded(parts, bad, records, empty)
 

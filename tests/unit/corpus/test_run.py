@@ -1,0 +1,239 @@
+"""`preprocess` as a whole: what it leaves, what it refuses, same bytes for any number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megafp8.core.errors import DataError, ResourceError
+from megafp8.core.jsonio import read_json
+from megafp8.corpus.run import preprocess
+from megafp8.corpus.tokenizer_stage import train_into
+from megafp8.data import IndexedDataset
+from megafp8.data.tokenizer import load_tokenizer
+from megafp8.data.verify import problems, stats
+
+pytestmark = pytest.mark.usefixtures("small_batches")
+
+
+FILES = {
+    "manifest.json", "quarantine.jsonl", "tokenizer.model", "tokenizer_info.json",
+    "train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json",
+}  # fmt: skip
+
+
+def test_what_a_run_leaves(config: Callable, tmp_path: Path) -> None:
+    result = preprocess(config())
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == FILES
+    train, valid = IndexedDataset(out / "train"), IndexedDataset(out / "valid")
+    assert problems(train) == problems(valid) == []
+    assert len(train) + len(valid) == 598 and 30 < len(valid) < 95  # 60 expected, sd 7.3
+    counts = result.manifest["counts"]
+    assert (counts["num_records"], counts["num_empty"], counts["num_bad"]) == (600, 2, 0)
+    assert result.manifest["unigram_entropy_nats"] == pytest.approx(stats(train).unigram_entropy_nats, abs=1e-6)
+    assert train.side["unigram_entropy_nats"] == result.manifest["unigram_entropy_nats"]
+    assert sum(train.side["languages"].values()) == len(train)
+    tokenizer = load_tokenizer(out / "tokenizer.model")
+    assert train.side["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+    assert all(document[-1] == tokenizer.eod_id for document in (train[i] for i in range(len(train))))
+    decoded = {tokenizer.decode(d[i].tolist()) for d in (train, valid) for i in range(len(d))}
+    assert "a </s> b" in decoded, "a control string in a document stays text"
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_bytes_do_not_depend_on_workers(contents: Callable, config: Callable, tmp_path: Path, workers: int) -> None:
+    preprocess(config("one"))
+    preprocess(config("more", output={"workers": workers, "folder": str(tmp_path / "more")}))
+    assert contents(tmp_path / "one") == contents(tmp_path / "more")
+
+
+def test_done_is_done(config: Callable, tmp_path: Path) -> None:
+    preprocess(config())
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    start = time.perf_counter()
+    assert preprocess(config(output={"workers": 3})).was_done  # workers change no byte
+    assert time.perf_counter() - start < 2
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_touched_but_equal_file_is_the_same_input(config: Callable, text: Path) -> None:
+    preprocess(config())
+    os.utime(text / "part-0.jsonl", (1, 1))
+    assert preprocess(config()).was_done
+
+
+def test_changes_are_noticed(contents: Callable, config: Callable, tmp_path: Path, text: Path) -> None:
+    preprocess(config())
+    path = text / "part-1.jsonl"
+    path.write_text(path.read_text().replace("quick", "quack"))
+    assert not preprocess(config()).was_done
+    (text / "part-2.jsonl").write_text('{"text": "one more"}\n')
+    assert not preprocess(config()).was_done
+    assert not preprocess(config(tokenizer={"vocab_size": 340})).was_done
+    (tmp_path / "out" / "valid.bin").unlink()
+    assert not preprocess(config(tokenizer={"vocab_size": 340})).was_done
+    assert preprocess(config(tokenizer={"vocab_size": 340})).was_done
+    preprocess(config("fresh", tokenizer={"vocab_size": 340}))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh"), "made again, not mixed"
+
+
+def test_growing_moves_no_document(config: Callable, tmp_path: Path, text: Path) -> None:
+    def documents(split: str) -> set[bytes]:
+        dataset = IndexedDataset(tmp_path / "out" / split)
+        return {dataset[i].tobytes() for i in range(len(dataset))}
+
+    byte_level = {"tokenizer": {"path": "bytes"}}
+    preprocess(config(**byte_level))
+    train, valid = documents("train"), documents("valid")
+    (text / "part-0a.jsonl").write_text("".join(f'{{"text": "new {i}"}}\n' for i in range(100)))
+    preprocess(config(**byte_level))
+    assert train <= documents("train") and valid <= documents("valid")
+
+
+def test_bad_records_are_listed_and_counted(config: Callable, tmp_path: Path, text: Path) -> None:
+    with open(text / "part-1.jsonl", "ab") as file:
+        file.write(b'{"text": 3}\nnot json\n{"text": "\xff"}\n')
+    counts = preprocess(config()).manifest["counts"]
+    assert counts["num_bad"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [line["line"] for line in lines] == [301, 302, 303]
+    assert all(line["file"] == str(text / "part-1.jsonl") and line["reason"] for line in lines)
+
+
+def test_too_many_bad_records_fail_with_evidence(config: Callable, tmp_path: Path, text: Path) -> None:
+    (text / "part-1.jsonl").write_text('{"content": "x"}\n' * 60)
+    with pytest.raises(
+        DataError, match=r"60 of 360 records are bad \(16.7%, allowed 1%\), first: .*part-1.jsonl:1: no"
+    ):
+        preprocess(config())
+    names = {path.name for path in (tmp_path / "out").iterdir() if not path.name.endswith(".partial")}
+    assert names == {"quarantine.jsonl", "tokenizer.model", "tokenizer_info.json", ".preprocess.json"}
+    assert preprocess(config(source={"max_bad_share": 0.2})).manifest["counts"]["num_bad"] == 60
+    with pytest.raises(DataError, match="60 of 360"):  # judged again, not "already done"
+        preprocess(config())
+
+
+def test_damaged_file_fails_unless_allowed(config: Callable, text: Path) -> None:
+    import gzip
+
+    whole = gzip.compress((text / "part-1.jsonl").read_bytes())
+    (text / "part-2.jsonl").write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(DataError, match=r"part-2.jsonl.*cut short; make the file whole again"):
+        preprocess(config())
+    assert preprocess(config(source={"keep_damaged_files": True})).manifest["counts"]["num_bad"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"source": {"files": ["/nowhere/*.jsonl"]}}, "matches no file"),
+        ({"split": {"valid_share": 0.0001}}, "valid split"),
+        ({"split": {"valid_share": 0.9999}}, "validation split|train split"),
+        ({"tokenizer": {"vocab_size": 30000}}, "largest that works"),
+        ({"tokenizer": {"path": "/nowhere.model"}}, "no such tokenizer"),
+        ({"source": {"text_key": "body"}}, "no documents to train"),
+        ({"source": {"text_key": "body"}, "tokenizer": {"path": "bytes"}}, "no key 'body'"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_no_outputs(
+    config: Callable, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        preprocess(config(**change))
+    assert "\n" not in str(caught.value)
+    left = {path.name for path in (tmp_path / "out").glob("*")}
+    assert left <= {"tokenizer.model", "tokenizer_info.json", "quarantine.jsonl", ".preprocess.json"}
+    assert not [name for name in left if name.endswith(".partial")]
+
+
+def test_empty_files_are_no_corpus(config: Callable, text: Path) -> None:
+    for path in text.iterdir():
+        path.write_text("\n \n")
+    with pytest.raises(DataError, match="no documents"):
+        preprocess(config())
+    with pytest.raises(DataError, match="no documents: 0 records"):
+        preprocess(config(tokenizer={"path": "bytes"}))
+
+
+def test_foreign_folder_is_not_touched(config: Callable, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train.bin").write_bytes(b"mine")
+    for call in (lambda: preprocess(config()), lambda: train_into(config(), out)):
+        with pytest.raises(DataError, match=r"holds train.bin, which `megafp8 preprocess` did not write"):
+            call()
+    assert (out / "train.bin").read_bytes() == b"mine" and len(list(out.iterdir())) == 1
+
+
+def test_folder_in_use(config: Callable, tmp_path: Path) -> None:
+    from megafp8.corpus.folder import locked
+
+    with locked(tmp_path / "out"), pytest.raises(ResourceError, match="another process"):
+        preprocess(config())
+
+
+def test_read_only_folder(config: Callable) -> None:
+    with pytest.raises(ResourceError):
+        preprocess(config(output={"folder": "/proc/nothing"}))
+
+
+def test_trained_tokenizer_is_found_by_preprocess(contents: Callable, config: Callable, tmp_path: Path) -> None:
+    spec = Path(train_into(config(), tmp_path / "out"))
+    before = spec.stat().st_mtime_ns
+    assert train_into(config(), tmp_path / "out") == str(spec)
+    preprocess(config())
+    assert spec.stat().st_mtime_ns == before
+    preprocess(config("direct"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "direct")
+    with pytest.raises(DataError, match="written with another tokenizer"):
+        train_into(config(tokenizer={"vocab_size": 350}), tmp_path / "out")
+
+
+def test_tokenizer_sees_the_train_split_only(config: Callable, tmp_path: Path) -> None:
+    train_into(config(), tmp_path / "out")
+    info = read_json(tmp_path / "out" / "tokenizer_info.json")
+    preprocess(config())
+    assert info["train_documents"] == len(IndexedDataset(tmp_path / "out" / "train"))
+
+
+def test_text_files_and_named_tokenizer(config: Callable, tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"doc{i}.txt").write_text(f"document {i}\n" * 10)
+    source = {"kind": "text", "files": [f"{tmp_path}/doc*.txt"], "language": "en"}
+    made = preprocess(config(source=source, tokenizer={"path": "bytes"}))
+    assert made.manifest["counts"]["num_records"] == 40
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    train = IndexedDataset(tmp_path / "out" / "train")
+    assert train.dtype == np.uint16 and train.side["languages"] == {"en": len(train)}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"kind": "jsonl", "files": []}, "files is empty"),
+        ({"kind": "python_stdlib"}, "remove it"),
+        ({"kind": "parquet"}, "parquet"),
+        ({"encoding": "utf-9"}, "not known to Python"),
+        ({"fils": ["x"]}, "nearest: files"),
+    ],
+)
+def test_configuration_errors(config: Callable, source: dict[str, Any], words: str) -> None:
+    from megafp8.core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=words):
+        config(source=source)
+
+
+def test_no_torch_in_preprocessing() -> None:
+    code = "import sys, megafp8.corpus.run, megafp8.corpus.tokenizer_stage\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
