@@ -86,14 +86,20 @@ def wildcards(sources: Sequence[Source]) -> list[Violation]:
 
 
 def torch_free(sources: Sequence[Source]) -> list[Violation]:
-    """Light rooms import no torch at module level."""
+    """Light rooms import no torch at module level, save for types."""
     return [
         Violation("torch-free", source.path, line, f"imports {module} at the top of a room that must stay light")
         for source in sources
         if source.path.startswith(TORCH_FREE) and not source.path.startswith(TORCH_ALLOWED)
         for line, module, inside in imports(source)
         if not inside and module.split(".")[0] in ("torch", "transformers", "matplotlib")
+        if line not in _type_lines(source)
     ]
+
+
+def _type_lines(source: Source) -> set[int]:
+    blocks = [n for n in source.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
 
 
 def cycles(sources: Sequence[Source]) -> list[Violation]:

@@ -115,10 +115,10 @@ def plain_models(sources: Sequence[Source]) -> list[Violation]:
             docs |= {id(node) for node in ast.walk(source.tree) if isinstance(node, ast.Constant)}
         for node in ast.walk(source.tree):
             words = set() if id(node) in docs else _words(node)
-            if any(_FP8.search(word) for word in words):
-                found.append(Violation("plain-models", source.path, _line(node), 'knows "fp8"'))
-            if words & COLLECTIVES:
-                found.append(Violation("plain-models", source.path, _line(node), "uses a collective"))
+            for word in sorted(words):
+                if _FP8.search(word) or word in COLLECTIVES:
+                    what = f'{word}: no collective and no "fp8" here'
+                    found.append(Violation("plain-models", f"{source.path}:{word}", _line(node), what))
             if isinstance(node, (ast.If, ast.IfExp)) and "tp" in {w for n in ast.walk(node.test) for w in _words(n)}:
                 found.append(Violation("plain-models", source.path, node.lineno, "branches on tp"))
     return found
