@@ -10,7 +10,9 @@ Shapes: S sequence, B micro-batch, g kv heads of this rank, r query heads for ea
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,32 +67,61 @@ class _SplitRotate(torch.autograd.Function):
         return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
 
 
-def _causal(rows: int, r: int, device: torch.device) -> Tensor:
-    """What a block on the diagonal must not see, [rows * r, rows] bool."""
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1).repeat_interleave(r, 0)
+@functools.lru_cache(maxsize=8)
+def _causal(rows: int, r: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores of a block on the diagonal, [rows * r, rows]: -inf where it must not look."""
+    mask = torch.full((rows, rows), float("-inf"), dtype=dtype, device=device)
+    return mask.triu(1).repeat_interleave(r, 0)
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Chunks of groups, query positions, and their rows, so that little is alive at a time."""
-    groups, length = k.shape[:2]
-    r = q.shape[1] // length
-    step = max(1, min(groups, _CHUNK // (_BLOCK * r * length)))
-    for first in range(0, groups, step):
-        for start in range(0, length, _BLOCK):
-            stop = min(start + _BLOCK, length)
-            yield slice(first, min(first + step, groups)), slice(start, stop), slice(start * r, stop * r)
+@dataclass(frozen=True)
+class _Block:
+    """A chunk of groups, query positions, their rows in q, and the key positions that they may see."""
+
+    groups: slice
+    at: slice
+    rows: slice
+    seen: slice
 
 
-def _weights(q: Tensor, k: Tensor, hidden: Tensor, segments: Tensor | None, at: slice, groups: slice) -> Tensor:
-    """Attention weights [n, rows * r, stop] of one block; q [n, rows * r, d], k [n, stop, d]."""
-    scores = torch.bmm(q, k.transpose(1, 2))
-    rows = at.stop - at.start
-    scores[:, :, at].masked_fill_(hidden[: q.shape[1], :rows], float("-inf"))
-    if segments is not None:
-        ids = segments[groups]
-        other = ids[:, at, None] != ids[:, None, : at.stop]
-        scores.masked_fill_(other.repeat_interleave(q.shape[1] // rows, 1), float("-inf"))
-    return torch.softmax(scores, -1)
+class _Blocks:
+    """The blocks of one call, and memory for their [groups, rows, keys] matrices that all of them share.
+
+    Fresh memory for each matrix would cost more in page faults than the GEMM that fills it.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None, num_matrices: int) -> None:
+        self.num_groups, self.length = k.shape[:2]
+        self.r = q.shape[1] // self.length
+        self.segments = segments
+        self.step = max(1, min(self.num_groups, _CHUNK // (_BLOCK * self.r * self.length)))
+        size = self.step * min(_BLOCK, self.length) * self.r * self.length
+        self.scratch = [q.new_empty(size) for _ in range(num_matrices)]
+        self.hidden = _causal(min(_BLOCK, self.length), self.r, q.dtype, q.device)
+
+    def __iter__(self) -> Iterator[_Block]:
+        for first in range(0, self.num_groups, self.step):
+            groups = slice(first, min(first + self.step, self.num_groups))
+            for start in range(0, self.length, _BLOCK):
+                stop = min(start + _BLOCK, self.length)
+                rows = slice(start * self.r, stop * self.r)
+                yield _Block(groups, slice(start, stop), rows, slice(0, stop))
+
+    def matrix(self, which: int, block: _Block) -> Tensor:
+        """Memory for [groups, rows, keys] of a block."""
+        shape = (block.groups.stop - block.groups.start, block.rows.stop - block.rows.start, block.seen.stop)
+        return self.scratch[which][: math.prod(shape)].view(shape)
+
+    def weights(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
+        """Attention weights of one block, in matrix 0; q [n, rows, d], k [n, keys, d] of that block."""
+        scores = torch.bmm(q, k.transpose(1, 2), out=self.matrix(0, block))
+        rows = block.at.stop - block.at.start
+        scores[:, :, block.at].add_(self.hidden[: q.shape[1], :rows])  # 4 times as fast as masked_fill_
+        if self.segments is not None:
+            ids = self.segments[block.groups]
+            other = ids[:, block.at, None] != ids[:, None, block.seen]
+            scores.masked_fill_(other.repeat_interleave(self.r, 1), float("-inf"))
+        return torch.softmax(scores, -1, out=scores)
 
 
 class _Blocked(torch.autograd.Function):
@@ -105,33 +136,30 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
         n, length, d = k.shape
-        r = q.shape[1] // length
-        out = q.new_empty(length, n, r * d)
-        hidden = _causal(min(_BLOCK, length), r, q.device)
-        for groups, at, rows in _blocks(q, k):
-            p = _weights(q[groups, rows], k[groups, : at.stop], hidden, segments, at, groups)
-            o = torch.bmm(p, v[groups, : at.stop])
-            out[at, groups] = o.view(o.shape[0], at.stop - at.start, r * d).transpose(0, 1)
+        blocks = _Blocks(q, k, segments, 1)
+        out = q.new_empty(length, n, blocks.r * d)
+        for block in blocks:
+            p = blocks.weights(q[block.groups, block.rows], k[block.groups, block.seen], block)
+            o = torch.bmm(p, v[block.groups, block.seen])
+            out[block.at, block.groups] = o.view(o.shape[0], -1, blocks.r * d).transpose(0, 1)
         ctx.save_for_backward(q, k, v, segments)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, segments = ctx.saved_tensors
-        n, length, d = k.shape
-        r = q.shape[1] // length
+        blocks = _Blocks(q, k, segments, 2)
         dq = torch.empty_like(q)
         dk, dv = k.new_zeros(k.shape, dtype=torch.float32), k.new_zeros(k.shape, dtype=torch.float32)
-        hidden = _causal(min(_BLOCK, length), r, q.device)
-        for groups, at, rows in _blocks(q, k):
-            qb, kb, seen = q[groups, rows], k[groups, : at.stop], slice(0, at.stop)
-            p = _weights(qb, kb, hidden, segments, at, groups)
-            do = grads[0][at, groups].transpose(0, 1).reshape(qb.shape)
-            dv[groups, seen] += torch.bmm(p.transpose(1, 2), do)
-            dp = torch.bmm(do, v[groups, seen].transpose(1, 2))
-            ds = torch._softmax_backward_data(dp, p, -1, dp.dtype)
-            dq[groups, rows] = torch.bmm(ds, kb)
-            dk[groups, seen] += torch.bmm(ds.transpose(1, 2), qb)
+        for block in blocks:
+            qb, kb = q[block.groups, block.rows], k[block.groups, block.seen]
+            p = blocks.weights(qb, kb, block)
+            do = grads[0][block.at, block.groups].transpose(0, 1).reshape(qb.shape)
+            dv[block.groups, block.seen].add_(torch.bmm(p.transpose(1, 2), do))
+            dp = torch.bmm(do, v[block.groups, block.seen].transpose(1, 2), out=blocks.matrix(1, block))
+            ds = torch._softmax_backward_data(dp, p, -1, dp.dtype, grad_input=dp)
+            dq[block.groups, block.rows] = torch.bmm(ds, kb)
+            dk[block.groups, block.seen].add_(torch.bmm(ds.transpose(1, 2), qb))
         return dq, dk, dv, None
 
 

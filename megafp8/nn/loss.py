@@ -53,10 +53,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden is None:
                 continue
             factor = (ids != IGNORED).to(work)[:, None] * scale
-            gradient = kernels.softmax_gradient(logits, log_sum, local, factor)
-            del logits
-            torch.mm(gradient, weight, out=dhidden[start : start + len(rows)])
-            piece = gradient.t() @ rows
+            kernels.softmax_gradient_(logits, log_sum, local, factor)
+            torch.mm(logits, weight, out=dhidden[start : start + len(rows)])
+            piece = logits.t() @ rows
             if dweight is None:  # chunks are summed in fp32, however narrow each GEMM's output is
                 dweight = wide(piece) if several else piece
             else:
