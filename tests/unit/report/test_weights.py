@@ -41,6 +41,18 @@ def test_rounding_by_hand() -> None:
     assert float(bf16["snr_db"]) > float(e4m3["snr_db"])
 
 
+def test_each_tensor_has_a_scale_of_its_own() -> None:
+    # 2**-17 is zero in E4M3 at scale 1, and 448 * 2**-17 = 7 * 2**-11 is above half of the smallest value, 2**-10
+    x = torch.tensor([1.0, 2.0**-17])
+    tables = []
+    for factor in (1.0, 2.0**-9):  # a power of two changes no rounding
+        found = spread([(NAME, x * factor), (NAME.replace("0", "1"), x)], Path("x"))
+        assert found is not None
+        tables.append([(row["zeroed_percent"], row["relative_percent"]) for row in found.table()])
+    assert tables[0] == tables[1]
+    assert tables[0][0][0] == 0.0
+
+
 def test_histograms_count_every_weight() -> None:
     x = torch.randn(64, 33, generator=torch.Generator().manual_seed(0))
     x[0, 0] = 0.0
