@@ -37,7 +37,7 @@ $(READY): setup.py requirements.lock
 	@echo "setup: done; source $(VENV)/bin/activate, then: megafp8 --help"
 
 demo: $(READY)
-	@PATH="$(abspath $(VENV))/bin:$$PATH" bash examples/tiny_cpu/launch.sh
+	@PATH="$(abspath $(VENV))/bin:$$PATH" bash examples/tiny_cpu/demo.sh
 
 lint: $(READY)
 	$(PY) -m ruff check .
