@@ -179,7 +179,7 @@ def speed_figure(runs: Sequence[Run]) -> Picture | None:
             left.plot(steps[keep], tokens[keep], color=colour, alpha=0.28, linewidth=0.8)
             left.plot(steps[keep], smooth(tokens, half)[keep], color=colour, label=run.name)
             for key, style in (("mfu_full", (0, (4, 2))), ("mfu_causal", "-")):
-                share = 100.0 * smooth(run.series(key), half)
+                share = smooth(run.mfu(key), half)
                 label = f"{run.name}, {'full' if key == 'mfu_full' else 'causal'} attention"
                 right.plot(steps[keep], share[keep], color=colour, linestyle=style, label=label)
         left.set_title("Tokens a second, all ranks")

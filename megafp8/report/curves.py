@@ -8,8 +8,8 @@ import numpy as np
 
 from megafp8.report.runs import Run
 
-# The share of a run over which a final value is averaged: one step alone is mostly noise.
-TAIL_SHARE = 0.05
+# The share of a run, and the fewest steps, over which a final value is averaged: one step alone is mostly noise.
+TAIL_SHARE, TAIL_STEPS = 0.05, 10
 
 
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
@@ -28,8 +28,8 @@ def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
 
 
 def half_width(count: int) -> int:
-    """Half of the smoothing window for a curve of `count` points: about 4% of it in all."""
-    return max(1, count // 50)
+    """Half of the smoothing window for a curve of `count` points: about 4% of it in all, at least 7 points."""
+    return max(3, count // 50)
 
 
 def step_noise(losses: np.ndarray) -> float:
@@ -48,8 +48,8 @@ def step_noise(losses: np.ndarray) -> float:
 
 
 def tail_mean(values: np.ndarray) -> float:
-    """Mean over the last 5% of a curve (at least 1 value), ignoring NaN; NaN if there is none."""
-    tail = values[-max(1, round(len(values) * TAIL_SHARE)) :]
+    """Mean over the last 5% of a curve (at least 10 values), ignoring NaN; NaN if there is none."""
+    tail = values[-max(TAIL_STEPS, round(len(values) * TAIL_SHARE)) :]
     return float(np.mean(tail[np.isfinite(tail)])) if np.isfinite(tail).any() else float("nan")
 
 
@@ -66,6 +66,7 @@ class Difference:
     Attributes:
         steps, raw, smoothed: int64 and float64 [num common steps]; nats.
         noise: step-to-step noise of the baseline, nats.
+        own_noise: step-to-step noise of the difference itself, nats.
         final: mean of the raw difference over the last 5% of the steps, nats.
         same_data: whether both saw the same samples in the same order, by their configuration.
     """
@@ -74,6 +75,7 @@ class Difference:
     raw: np.ndarray
     smoothed: np.ndarray
     noise: float
+    own_noise: float
     final: float
     same_data: bool
 
@@ -89,6 +91,7 @@ def difference(run: Run, baseline: Run) -> Difference | None:
         raw=raw,
         smoothed=smooth(raw, half_width(len(raw))),
         noise=step_noise(baseline.series("loss")),
+        own_noise=step_noise(raw),
         final=tail_mean(raw),
         same_data=_same_data(run, baseline),
     )

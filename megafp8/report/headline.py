@@ -103,7 +103,7 @@ def _of_planned(run: Run) -> str:
 
 def _quality(runs: list[Run]) -> list[Row]:
     losses = [tail_mean(run.series("loss")) for run in runs]
-    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of steps", losses, 4)]
+    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of the steps, at least 10", losses, 4)]
     for name in sorted({name for run in runs for name in run.evals}):
         label = "validation" if name == "valid" else f"validation, {name}"
         last = [run.evals[name][-1] if name in run.evals else {} for run in runs]
@@ -126,7 +126,7 @@ def _speed(runs: list[Run]) -> list[Row]:
         ("mfu_causal", "MFU, causal attention", "scores counted where the mask lets them through"),
         ("mfu_full", "MFU, full attention", "scores counted for all pairs of positions"),
     ):
-        shares = [100.0 * steady_median(run.series(key)) for run in runs]
+        shares = [steady_median(run.mfu(key)) for run in runs]
         found.append(_relative(label, hint, shares, [fixed(n, 1) + " %" if n == n else UNKNOWN for n in shares]))
     memory = [float(np.nanmax([*run.series("memory_bytes"), -1.0])) for run in runs]
     memory = [n if n >= 0 else math.nan for n in memory]
@@ -141,12 +141,13 @@ def peak_notes(runs: list[Run]) -> list[str]:
     """What MFU is counted against, a sentence for all runs or one for each."""
     texts = [_peak_text(run) for run in runs]
     if len(set(texts)) == 1:
-        return [f"MFU is counted against {texts[0]}."]
+        several = len({fact(run, "peak_flops") for run in runs if math.isfinite(run.peak_flops)}) > 1
+        return [f"MFU is counted against {texts[0]}" + ("; the highest that these runs measured." if several else ".")]
     return [f"{run.name}: MFU is counted against {text}." for run, text in zip(runs, texts)]
 
 
 def _peak_text(run: Run) -> str:
-    peak = fact(run, "peak_flops")
+    peak = run.peak_flops
     source = run.facts.get("peak_source") or "source not recorded"
     return f"a BF16 peak of {rate(peak)} a rank ({source})" if math.isfinite(peak) else "a peak that is not recorded"
 

@@ -15,7 +15,7 @@ from megafp8.report import tables
 from megafp8.report.curve_figures import loss_figure, speed_figure, validation_figure
 from megafp8.report.curves import Difference, difference
 from megafp8.report.fp8_health import grids
-from megafp8.report.headline import compact, peak_notes, rows, verdict
+from megafp8.report.headline import compact, fixed, peak_notes, rows, verdict
 from megafp8.report.number_figures import heat_figure, weight_figure
 from megafp8.report.runs import Run, read_runs
 from megafp8.report.style import Picture
@@ -132,7 +132,7 @@ def _weights_caption(spread: WeightSpread, run: Run) -> str:
 
 
 def _loss_captions(runs: Sequence[Run], others: Sequence[Difference | None]) -> list[str]:
-    captions = ["Thin lines are single steps, bold lines a centred moving average over about 4 % of the run."]
+    captions = ["Thin lines are single steps, bold lines a centred moving average over about 4 % of the run, at least 7 steps."]
     shown = [diff for diff in others if diff is not None]
     if shown:
         captions.append(
@@ -141,9 +141,10 @@ def _loss_captions(runs: Sequence[Run], others: Sequence[Difference | None]) -> 
             "cannot be told from the luck of one batch."
         )
         if all(diff.same_data for diff in shown):
+            own = ", ".join(fixed(diff.own_noise, 4) for diff in shown)
             captions.append(
-                "The runs start from one seed and see the same samples in the same order, so most of that noise is "
-                "common to them and cancels: the thin lines of the difference are much quieter than the band."
+                "The runs start from one seed and see the same samples in the same order, so the noise of the batches "
+                f"is common to them and cancels; what is left in the difference is {own} nats from step to step."
             )
     return captions
 

@@ -7,7 +7,7 @@ error, for then something else has damaged the file.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Run:
         changed: dotted keys that differ from their default -> (default, value), both as TOML text.
         toml: config.toml as it stands.
         notes: what is missing or was left out, a sentence each.
+        peak_flops: BF16 FLOP/s of one rank that MFU is counted against, NaN if not recorded; see `_same_peak`.
     """
 
     name: str
@@ -48,10 +49,15 @@ class Run:
     changed: dict[str, tuple[str, str]]
     toml: str
     notes: list[str] = field(default_factory=list)
+    peak_flops: float = float("nan")
 
     def series(self, key: str) -> np.ndarray:
         """A field of all training records, float64 [num records]; NaN where a record lacks it."""
         return np.array([_number(record.get(key)) for record in self.train])
+
+    def mfu(self, key: str) -> np.ndarray:
+        """`mfu_causal` or `mfu_full` of all training records in %, against `peak_flops`."""
+        return 100.0 * self.series(key) * (_number(self.facts.get("peak_flops")) / self.peak_flops)
 
     @property
     def steps(self) -> np.ndarray:
@@ -80,11 +86,20 @@ def read_runs(folders: list[Path]) -> list[Run]:
         raise DataError(f"{', '.join(map(str, folders))}: the same run folder twice; name each once")
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    return [run if names.count(run.name) == 1 else _renamed(run) for run in runs]
+    runs = [run if names.count(run.name) == 1 else replace(run, name=f"{run.name} ({run.folder})") for run in runs]
+    return [replace(run, peak_flops=_same_peak(run, runs)) for run in runs]
 
 
-def _renamed(run: Run) -> Run:
-    return Run(**{**vars(run), "name": f"{run.name} ({run.folder})"})
+def _same_peak(run: Run, runs: list[Run]) -> float:
+    """The peak of a run; of measured ones on the same machine the highest, for a peak is what it reached once.
+
+    Other work on a machine makes a measurement too low, and with it the MFU of that run too high against the others.
+    """
+    if not str(run.facts.get("peak_source", "")).startswith("measured"):
+        return _number(run.facts.get("peak_flops"))
+    keys = ("device", "cpu", "threads", "peak_source")
+    machine = [run.facts.get(key) for key in keys]
+    return max(_number(r.facts.get("peak_flops")) for r in runs if [r.facts.get(key) for key in keys] == machine)
 
 
 def read_run(folder: Path) -> Run:

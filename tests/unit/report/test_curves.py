@@ -41,11 +41,12 @@ def test_step_noise_sees_through_trend_and_spikes() -> None:
 
 
 def test_final_values() -> None:
-    assert tail_mean(np.arange(100.0)) == 97.0  # 95..99
+    assert tail_mean(np.arange(400.0)) == 389.5  # 380..399
+    assert tail_mean(np.arange(50.0)) == 44.5  # 40..49
     assert tail_mean(np.array([3.0])) == 3.0
     assert np.isnan(tail_mean(np.array([np.nan])))
     assert steady_median(np.array([100.0, *([2.0] * 9)])) == 2.0
-    assert half_width(3) == 1
+    assert (half_width(3), half_width(1000)) == (3, 20)
 
 
 def test_thin_keeps_the_ends_and_everything_that_fits() -> None:
@@ -63,8 +64,11 @@ def test_difference_of_runs_on_common_steps(tmp_path: Path) -> None:
     assert diff.same_data
     assert diff.steps.tolist() == list(range(1, 121))
     assert np.array_equal(diff.raw, run.series("loss") - baseline.series("loss")[:120])
-    # made with 0.004 nats and 0.006 nats of noise a step; the mean of the last 6 has 0.006 / sqrt(6), taken 4 times
-    assert diff.final == pytest.approx(0.004, abs=4 * 0.006 / np.sqrt(6))
+    # made with 0.004 nats and 0.006 nats of noise a step; the mean of the last 10 has 0.006 / sqrt(10), taken 4 times
+    assert diff.final == pytest.approx(0.004, abs=4 * 0.006 / np.sqrt(10))
+    # quartiles of 90 differences give sigma within 1.65 / sqrt(90) = 17 %, taken 3 times
+    assert diff.own_noise == pytest.approx(0.006, rel=0.52)
+    assert diff.own_noise < diff.noise / 4
 
 
 def test_runs_of_other_batch_sizes_are_not_subtracted(tmp_path: Path) -> None:

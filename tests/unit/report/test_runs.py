@@ -91,6 +91,18 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert len(set(names)) == 2
 
 
+def test_runs_on_one_machine_share_the_highest_peak_they_measured(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, steps=10, checkpoint=False) for name in "abc"]
+    for folder, change in zip(folders, ({"peak_flops": 440e9}, {}, {"cpu": "other", "peak_flops": 110e9})):
+        facts = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**facts, **change}))
+    runs = read_runs(folders)
+    assert [run.peak_flops for run in runs] == [440e9, 440e9, 110e9]
+    # powers of two and a factor of 100 on both sides: equal bits
+    assert np.array_equal(runs[1].mfu("mfu_full"), 100.0 * runs[1].series("mfu_full") * 0.5)
+    assert np.array_equal(runs[2].mfu("mfu_full"), 100.0 * runs[2].series("mfu_full"))
+
+
 def test_changed_keys_reads_the_marks_of_the_configuration() -> None:
     toml = 'a = 1\n\n[x]\nb = "  # default: "  # default: ""\n\n[x.y]\nc = [1, 2]  # default: []\nd = 2\n'
     assert changed_keys(toml) == {"x.b": ('""', '"  # default: "'), "x.y.c": ("[]", "[1, 2]")}
