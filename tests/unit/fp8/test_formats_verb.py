@@ -22,7 +22,7 @@ def test_a_value_in_every_format(capsys):
 
 
 def test_values_that_do_not_fit_are_named(capsys):
-    text = run(capsys, "--value", "1000", "-1e-9", "0.001", "0")
+    text = run(capsys, "--value", "1000", "-0.000000001", "0.001", "0")
     assert "448" in text and "saturated" in text and "underflow" in text and "subnormal" in text
 
 
