@@ -34,8 +34,5 @@ def run(args: argparse.Namespace) -> int:
         path = from_hf(args.source, args.out)
         print(f"{path}: written; weights only")
         return 0
-    report = to_hf(
-        args.source, args.out, dtype=args.dtype, tokenizer=args.tokenizer, verify=not args.no_verify, say=print
-    )
-    print(f"{args.out}: {'verified' if report else 'written, not verified'}")
+    to_hf(args.source, args.out, dtype=args.dtype, tokenizer=args.tokenizer, verify=not args.no_verify, say=print)
     return 0

@@ -71,6 +71,7 @@ def to_hf(
         return None
     with _Beside(out) as folder:
         report = _write(source, folder, record, dtype=dtype, tokenizer=tokenizer, verify=verify, say=say)
+    say(f"{out}: written, {'verified' if verify else 'not verified'}")
     return report
 
 

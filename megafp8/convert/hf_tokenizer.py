@@ -70,14 +70,18 @@ def _copy(path: Path, tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    added = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
     if not (folder / "tokenizer_config.json").exists():
-        definition = json.loads((folder / "tokenizer.json").read_bytes())
-        eos = next(t["content"] for t in definition["added_tokens"] if t["id"] == tokenizer.eod_id)
+        eos = next(token["content"] for token in added if token["id"] == tokenizer.eod_id)
         write_json(
             folder / "tokenizer_config.json",
             {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": eos},
         )
-    return {"eos_token_id": tokenizer.eod_id} | ({"bos_token_id": tokenizer.bos_id} if tokenizer.bos_id >= 0 else {})
+    pad = json.loads((folder / "tokenizer_config.json").read_bytes()).get("pad_token")
+    pad = pad.get("content") if isinstance(pad, dict) else pad
+    pad_id = next((token["id"] for token in added if token["content"] == pad), -1)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eod_id, "pad_token_id": pad_id}
+    return {key: number for key, number in ids.items() if number >= 0}
 
 
 def _special_pieces(model: Any) -> dict[str, str]:
