@@ -132,5 +132,5 @@ class Output(nn.Module):
         """
         logits = enter(x, self.mesh) @ self._matrix().t()
         if self.mesh.size("tp") > 1:
-            logits = all_gather(logits.detach(), self.mesh.group("tp"), -1)
+            logits = all_gather(logits.detach(), self.mesh.group("tp"), dim=2)
         return logits.transpose(0, 1)

@@ -1,0 +1,112 @@
+"""Tensor parallelism, with and without sequence parallelism, gives what one process gives: loss and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.core.layout import layout_of
+from megafp8.core.rng import fill_normal_, seed_for
+from megafp8.models import ModelConfig, build
+from megafp8.nn.layers import DropoutKey
+from megafp8.parallel.collectives import all_gather, all_reduce_
+from megafp8.parallel.mesh import Mesh, build_mesh
+from megafp8.parallel.mesh_config import ParallelConfig
+from tests.distributed.ranks import run_ranks
+
+Values = dict[str, Any]
+SMALL: Values = {
+    "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 8, "num_kv_heads": 4,
+    "vocab_size": 64, "max_sequence_length": 16, "init_std": 0.3,
+}  # fmt: skip
+MODELS: dict[str, Values] = {
+    "llama": {"family": "llama", **SMALL},
+    "llama_tied": {"family": "llama", "tied_embeddings": True, "attention_bias": True, "mlp_bias": True, **SMALL},
+    "qwen3": {"family": "qwen3", "head_dim": 8, **SMALL},
+    "gpt": {"family": "gpt", **SMALL, "num_kv_heads": 8},
+    "gpt_dropout": {"family": "gpt", "hidden_dropout": 0.2, "attention_dropout": 0.2, **SMALL, "num_kv_heads": 8},
+}
+
+# fp64 sums of a few thousand terms in another order: 1e3 * 2^-53 = 1e-13 relative to the largest terms; the norm
+# of a gradient can lie 10^2 below those by cancellation. A wrong or missing collective shows at 1e-1.
+TOLERANCE = 1e-10
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    targets[0, 3:6] = -100
+    return tokens, targets
+
+
+def disturb(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Norm weights and biases off their initial 1 and 0, by global name, so that a mix-up of elements shows."""
+    for name, param in model.named_parameters():
+        if param.dim() == 1 or name.endswith("gate_up.bias"):
+            mean = 1.0 if "norm.weight" in name else 0.0
+            seed = seed_for(7, name)
+            fill_normal_(param.data, seed=seed, layout=layout_of(param), mesh=mesh, std=0.3, mean=mean)
+
+
+def whole(gradient: torch.Tensor, layout: Any, mesh: Mesh) -> torch.Tensor:
+    for axis in layout.grad_sum:
+        gradient = all_reduce_(gradient.clone(), mesh.group(axis))
+    for dim, axis in layout.split.items():
+        gradient = all_gather(gradient, mesh.group(axis), dim)
+    return gradient
+
+
+def outcome(rank: int, world: int, sequence_parallel: bool, recompute: str) -> dict[str, Any]:
+    """Loss, logits and whole gradients of every model."""
+    torch.set_num_threads(1)
+    mesh = build_mesh(ParallelConfig(tp=world, sequence_parallel=sequence_parallel), world)
+    tokens, targets = batch()
+    results: dict[str, Any] = {}
+    for name, values in MODELS.items():
+        model = build(ModelConfig(**values), mesh=mesh, dtype=torch.float64, recompute=recompute)
+        disturb(model, mesh)
+        key = DropoutKey(11, torch.tensor([3, 8])) if model.has_dropout else None
+        segments = torch.tensor([[0] * 7 + [1] * 9, [0] * 16]) if name == "llama" else None
+        positions = torch.tensor([[*range(7), *range(9)], [*range(16)]]) if name == "llama" else None
+        loss, count = model(
+            tokens, targets, loss_scale=0.5, segment_ids=segments, positions=positions, dropout=key
+        )
+        (loss * 0.5).backward()
+        with torch.no_grad():
+            logits = model(tokens)
+        gradients = {n: whole(p.grad, layout_of(p), mesh).numpy() for n, p in model.named_parameters()}
+        results[name] = (loss.item(), int(count), logits.numpy(), gradients)
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return run_ranks(outcome, 1, False, "none")[0]
+
+
+@pytest.mark.parametrize("tp, sequence_parallel, recompute", [
+    (2, True, "none"), (2, False, "selective"), (4, True, "selective"), (4, False, "full"), (2, True, "full"),
+])  # fmt: skip
+def test_equals_one_process(alone: dict[str, Any], tp: int, sequence_parallel: bool, recompute: str) -> None:
+    for results in run_ranks(outcome, tp, sequence_parallel, recompute):
+        for name, (loss, count, logits, gradients) in results.items():
+            expected_loss, expected_count, expected_logits, expected = alone[name]
+            assert count == expected_count == 2 * 15 - 3, name
+            assert loss == pytest.approx(expected_loss, rel=TOLERANCE), name
+            assert relative(logits, expected_logits) < TOLERANCE, name
+            assert gradients.keys() == expected.keys()
+            for parameter, gradient in gradients.items():
+                assert gradient.shape == expected[parameter].shape
+                assert relative(gradient, expected[parameter]) < TOLERANCE, (name, parameter)
+
+
+def relative(got: Any, expected: Any) -> float:
+    got, expected = torch.from_numpy(got), torch.from_numpy(expected)
+    return float((got - expected).norm() / expected.norm())
+
+
+def test_dropout_drops(alone: dict[str, Any]) -> None:
+    assert alone["gpt_dropout"][0] != alone["gpt"][0]
