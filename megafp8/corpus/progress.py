@@ -41,11 +41,12 @@ class Progress:
         self._done_bytes = 0
         self._bar: Bar | None = None
         if sys.stderr.isatty():
-            kind = [BarColumn(), TaskProgressColumn(), TimeRemainingColumn()] if total_bytes else [SpinnerColumn()]
+            # what fits 80 columns: how far, until when, how fast
+            known = [BarColumn(bar_width=16), TaskProgressColumn(), TimeRemainingColumn(compact=True)]
+            kind = known if total_bytes else [SpinnerColumn(), TimeElapsedColumn()]
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 *kind,
-                TimeElapsedColumn(),
                 TextColumn("{task.fields[rates]}"),
                 console=Console(stderr=True),
                 transient=True,
@@ -74,7 +75,7 @@ class Progress:
         gained = {key: value - self._first.get(key, 0) for key, value in self._state.items()}
         shown = []
         if "documents" in gained:
-            shown.append(f"{gained['documents'] / seconds:,.0f} documents/s")
+            shown.append(f"{gained['documents'] / seconds:,.0f} docs/s")
         if "text_bytes" in gained:
             shown.append(f"{gained['text_bytes'] / seconds / 1e6:.2f} MB/s")
         if "tokens" in gained:
