@@ -29,7 +29,7 @@ def theirs() -> ModuleType:
     except Exception as error:
         pytest.fail(
             f"megatron-core does not import ({type(error).__name__}: {error}); install it with "
-            "`pip install --no-deps megatron-core` (0.16.1 for Python below 3.12), it needs torch, numpy, packaging"
+            "`pip install --no-deps megatron-core==0.16.1` (it needs torch, numpy, packaging; newer ones import triton)"
         )
 
 
