@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig, check_model, gemm_shapes
 from megafp8.models.decoder import Decoder
-from megafp8.nn.layers import OwnLayers
+from megafp8.nn.layers import ModelShape, OwnLayers
 from megafp8.nn.parameter import materialize
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.nn.recompute import Recompute
@@ -51,7 +53,7 @@ def build(
         device=device,
         compiled=compile_layers,
     )
-    layers = OwnLayers(config, mesh=mesh, dtype=dtype, states=states, compiled=compile_layers)
+    layers = OwnLayers(cast(ModelShape, config), mesh=mesh, dtype=dtype, states=states, compiled=compile_layers)
     model = Decoder(config, layers, recompute=recompute)
     if str(device) != "meta":
         materialize(model, mesh=mesh, seed=seed, device=device)

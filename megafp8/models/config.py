@@ -24,7 +24,8 @@ class RopeScaling:
     """How rotary frequencies are stretched for sequences beyond those of pretraining; a zero is "not given"."""
 
     type: Annotated[
-        Literal["none", "linear", "dynamic", "llama3", "yarn"], Field(description="the rule, as transformers computes it")
+        Literal["none", "linear", "dynamic", "llama3", "yarn"],
+        Field(description="the rule, as transformers computes it"),
     ] = "none"
     factor: Annotated[float, Field(ge=1, description="how many times longer")] = 1.0
     original_max_length: Annotated[int, Field(ge=0, description="tokens; llama3, yarn")] = 0
@@ -36,7 +37,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.type in ("llama3", "yarn") and not self.original_max_length:
-            raise ValueError(f"rope_scaling {self.type} needs original_max_length, the tokens of pretraining, e.g. 8192")
+            raise ValueError(f"rope_scaling {self.type} needs original_max_length, e.g. 8192 tokens")
         if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope_scaling high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
@@ -105,7 +106,7 @@ class ModelConfig:
                 f"{self.num_kv_heads}; nearest: {_divisors(self.num_attention_heads, self.num_kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions; nearest: {self.head_dim + 1}")
+            raise ValueError(f"head_dim {self.head_dim} must be even for rope; nearest: {self.head_dim + 1}")
 
     @property
     def q_size(self) -> int:
@@ -188,4 +189,3 @@ def _nearest(value: int, step: int) -> str:
 def _divisors(value: int, near: int) -> str:
     divisors = [d for d in range(1, value + 1) if value % d == 0]
     return " or ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - near))[:2]))
-

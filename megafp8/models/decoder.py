@@ -9,6 +9,7 @@ Shapes: B micro-batch, S sequence, H hidden, V vocabulary; hidden tensors are [S
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +28,10 @@ class Layer(nn.Module):
     def __init__(self, layers: LayerSet, name: str, recompute: Recompute) -> None:
         super().__init__()
         self.selective = recompute == "selective"
-        self.attention_norm = layers.norm()
+        self.attention_norm: Any = layers.norm()
         self.attention = layers.attention(f"{name}.attention")
         self.attention_dropout = layers.dropout(f"{name}.attention.dropout")
-        self.mlp_norm = layers.norm()
+        self.mlp_norm: Any = layers.norm()
         self.mlp = layers.mlp(f"{name}.mlp")
         self.mlp_dropout = layers.dropout(f"{name}.mlp.dropout")
 
@@ -60,9 +61,9 @@ class Decoder(nn.Module):
         self.embedding = layers.embedding()
         self.position_embedding = layers.position_embedding()
         self.embedding_dropout = layers.dropout("embedding.dropout")
-        self.layers = nn.ModuleList(Layer(layers, f"layers.{i}", recompute) for i in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(Layer(layers, f"layers.{i}", recompute) for i in range(config.num_layers))
         self.final_norm = layers.norm()
-        self.output = layers.output(self.embedding if config.tied_embeddings else None)
+        self.output: Any = layers.output(self.embedding if config.tied_embeddings else None)
 
     def forward(
         self,

@@ -30,7 +30,7 @@ def to_hf_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
     left = dict(tensors)
     for rule in _rules(config):
         if rule.ours not in left:
-            raise CheckpointError(f"{rule.ours} is missing; a {config.family} model of {config.num_layers} layers has it")
+            raise CheckpointError(f"{rule.ours} is missing; a {config.family} model of this config has it")
         parts = _split(config, rule.kind, left.pop(rule.ours))
         theirs.update(zip(rule.theirs, parts, strict=True))
     if left:
@@ -65,7 +65,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the family's Hugging Face class cannot express this config.
     """
     family = FAMILIES[config.family]
-    fixed = ("norm", "activation", "position", "qk_norm")
+    fixed: tuple[str, ...] = ("norm", "activation", "position", "qk_norm")
     fixed += {"llama": (), "qwen3": ("mlp_bias",), "gpt": ("attention_bias", "mlp_bias")}[config.family]
     for name in fixed:
         if getattr(config, name) != family.defaults[name]:

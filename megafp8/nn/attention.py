@@ -249,10 +249,11 @@ class Attention(nn.Module):
             self.kernels,
         )
         if dropping:
-            core = functools.partial(_unfused, rate=self.dropout, name=f"{self.name}.weights", mesh=self.mesh)
+            core = _unfused(q, k, v, context, self.dropout, f"{self.name}.weights", self.mesh)
         else:
-            core = _blocked if blocked else _fused
-        return self.out(core(q, k, v, context))
+            core = (_blocked if blocked else _fused)(q, k, v, context)
+        branch: Tensor = self.out(core)
+        return branch
 
 
 class _HeadNorm(nn.Module):

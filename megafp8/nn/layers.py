@@ -68,7 +68,7 @@ class LayerSet(Protocol):
 
     def position_embedding(self) -> nn.Module | None: ...
 
-    def norm(self) -> nn.Module: ...
+    def norm(self) -> Any: ...
 
     def attention(self, name: str) -> nn.Module: ...
 
@@ -76,7 +76,7 @@ class LayerSet(Protocol):
 
     def dropout(self, name: str) -> nn.Module: ...
 
-    def output(self, tied: nn.Module | None) -> nn.Module: ...
+    def output(self, tied: nn.Module | None) -> Any: ...
 
     def context(self, tokens: Tensor, segment_ids: Any, positions: Any, dropout: DropoutKey | None) -> Context: ...
 
@@ -130,9 +130,7 @@ class OwnLayers:
         s = self.shape
         if s.position == "rope":
             return None
-        return PositionEmbedding(
-            s.max_sequence_length, s.hidden_size, std=s.init_std, mesh=self.mesh, dtype=self.dtype
-        )
+        return PositionEmbedding(s.max_sequence_length, s.hidden_size, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
 
     def norm(self) -> nn.Module:
         kind = RMSNorm if self.shape.norm == "rmsnorm" else LayerNorm

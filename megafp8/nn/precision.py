@@ -22,9 +22,9 @@ class PrecisionConfig:
     """Compute dtype, and FP8 for the linears of the decoder layers."""
 
     dtype: Annotated[Literal["bf16", "fp32", "fp64"], Field(description="parameters and activations")] = "bf16"
-    recipe: Annotated[
-        Literal["none", "delayed", "current"], Field(description="FP8 recipe of the layers' linears")
-    ] = "none"
+    recipe: Annotated[Literal["none", "delayed", "current"], Field(description="FP8 recipe of the layers' linears")] = (
+        "none"
+    )
     options: Annotated[dict[str, Any], Field(description="the recipe's options")] = Field(default_factory=dict)
     backend: Annotated[
         Literal["auto", "emulated", "native", "te"], Field(description="who does FP8 GEMMs; auto logs its choice")
@@ -49,16 +49,14 @@ class PrecisionConfig:
                 raise ValueError(f"patterns: {pattern!r} is not a regular expression: {error}") from None
 
 
-def plan_gemms(
-    precision: PrecisionConfig, names: Sequence[str], num_layers: int
-) -> tuple[dict[str, str], list[str]]:
+def plan_gemms(precision: PrecisionConfig, names: Sequence[str], num_layers: int) -> tuple[dict[str, str], list[str]]:
     """`{linear's name: recipe or "none"}` and the problems found (patterns that match nothing).
 
     Args:
         names: the linears of the decoder layers, `layers.{i}.` first.
     """
     first, last = precision.first_layers_bf16, num_layers - precision.last_layers_bf16
-    plan = {}
+    plan: dict[str, str] = {}
     for name in names:
         layer = int(name.split(".")[1])
         plan[name] = precision.recipe if first <= layer < last else "none"

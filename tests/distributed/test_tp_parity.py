@@ -71,9 +71,7 @@ def outcome(rank: int, world: int, sequence_parallel: bool, recompute: str) -> d
         key = DropoutKey(11, torch.tensor([3, 8])) if model.has_dropout else None
         segments = torch.tensor([[0] * 7 + [1] * 9, [0] * 16]) if name == "llama" else None
         positions = torch.tensor([[*range(7), *range(9)], [*range(16)]]) if name == "llama" else None
-        loss, count = model(
-            tokens, targets, loss_scale=0.5, segment_ids=segments, positions=positions, dropout=key
-        )
+        loss, count = model(tokens, targets, loss_scale=0.5, segment_ids=segments, positions=positions, dropout=key)
         (loss * 0.5).backward()
         with torch.no_grad():
             logits = model(tokens)

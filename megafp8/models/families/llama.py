@@ -50,10 +50,7 @@ RULES = (
         Rule(f"layers.{{i}}.attention.qkv.{part}", tuple(LAYER + f"self_attn.{x}_proj.{part}" for x in "qkv"), "qkv")
         for part in ("weight", "bias")
     ),
-    *(
-        Rule(f"layers.{{i}}.attention.out.{part}", (LAYER + f"self_attn.o_proj.{part}",))
-        for part in ("weight", "bias")
-    ),
+    *(Rule(f"layers.{{i}}.attention.out.{part}", (LAYER + f"self_attn.o_proj.{part}",)) for part in ("weight", "bias")),
     Rule("layers.{i}.attention.q_norm.weight", (LAYER + "self_attn.q_norm.weight",)),
     Rule("layers.{i}.attention.k_norm.weight", (LAYER + "self_attn.k_norm.weight",)),
     Rule("layers.{i}.mlp_norm.weight", (LAYER + "post_attention_layernorm.weight",)),

@@ -1,0 +1,59 @@
+"""Which linear runs in which recipe, and what is refused; FP8 models train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.core.config import build as build_config
+from megafp8.core.errors import ConfigError
+from megafp8.models import ModelConfig, build, check_model
+from megafp8.models.config import gemm_shapes
+from megafp8.nn.precision import PrecisionConfig, plan_gemms, why_not
+
+TINY = ModelConfig(preset="tiny_llama", num_layers=4)
+NAMES = list(gemm_shapes(TINY))
+
+
+def test_first_and_last_layers_and_patterns() -> None:
+    precision = PrecisionConfig(
+        recipe="delayed", first_layers_bf16=1, last_layers_bf16=1, patterns={"down": "current", r"layers\.2\.": "none"}
+    )
+    plan, problems = plan_gemms(precision, NAMES, 4)
+    assert not problems
+    assert plan["layers.0.attention.qkv"] == "none" and plan["layers.3.mlp.gate_up"] == "none"
+    assert plan["layers.1.attention.qkv"] == "delayed" and plan["layers.1.mlp.down"] == "current"
+    assert plan["layers.2.mlp.down"] == "none"  # the last pattern wins
+    assert plan["layers.0.mlp.down"] == "current"  # a pattern is stronger than the layer rule
+    assert "pattern" in why_not(precision, "layers.2.mlp.down", 4)
+    assert why_not(precision, "layers.0.attention.qkv", 4) == "first_layers_bf16 = 1"
+
+
+def test_refusals_name_value_rule_and_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"'attn' matches no linear; the linears are attention.qkv"):
+        build(TINY, precision=PrecisionConfig(recipe="delayed", patterns={"attn": "none"}))
+    odd = ModelConfig(preset="tiny_llama", ffn_hidden_size=168)
+    problems = check_model(odd, precision=PrecisionConfig(recipe="current"))
+    assert problems and "mlp.down: in dim 168 is not a multiple of 16" in problems[0]
+    assert "nearest: 160 or 176" in problems[0] and '"mlp.down" = "none"' in problems[0]
+    kept = PrecisionConfig(recipe="current", patterns={"mlp.down": "none"})
+    assert check_model(odd, precision=kept) == []
+    for patterns in ({"(": "none"}, {"down": "mxfp8"}):
+        with pytest.raises(ConfigError, match="patterns"):
+            build_config(PrecisionConfig, {"patterns": patterns})
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fp8_model_is_near_bf16(recipe: str) -> None:
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for precision in (None, PrecisionConfig(recipe=recipe, last_layers_bf16=1)):
+        model = build(ModelConfig(preset="tiny_llama", init_std=0.1), precision=precision)
+        loss, count = model(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        losses.append(float(loss / count))
+        gradients.append(model.layers[0].mlp.gate_up.weight.grad.double())
+    assert len(model.fp8_states) == 4 and "layers.0.mlp.down" in model.fp8_states
+    # E4M3 has 3 mantissa bits: relative error 2^-4 at most, 0.02 on average an operand; a loss of 5.6 moves far less
+    assert 0 < abs(losses[0] - losses[1]) < 0.1
+    assert 0 < (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 0.25
