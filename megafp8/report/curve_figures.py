@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -165,6 +166,9 @@ def _perplexity_ticks(low: float, high: float) -> list[float]:
     return [float(tick) for tick in values if first <= tick <= last and tick > 0]
 
 
+_CONVENTIONS: tuple[tuple[str, Any], ...] = (("mfu_full", (0, (4, 2))), ("mfu_causal", "-"))
+
+
 def speed_figure(runs: Sequence[Run]) -> Picture | None:
     """Tokens a second, and MFU with attention counted causally (solid) and in full (dashed)."""
     if not any(np.isfinite(run.series("tokens_per_second")).any() for run in runs):
@@ -178,18 +182,19 @@ def speed_figure(runs: Sequence[Run]) -> Picture | None:
             tokens = run.series("tokens_per_second")
             left.plot(steps[keep], tokens[keep], color=colour, alpha=0.28, linewidth=0.8)
             left.plot(steps[keep], smooth(tokens, half)[keep], color=colour, label=run.name)
-            for key, style in (("mfu_full", (0, (4, 2))), ("mfu_causal", "-")):
-                share = smooth(run.mfu(key), half)
-                label = f"{run.name}, {'full' if key == 'mfu_full' else 'causal'} attention"
-                right.plot(steps[keep], share[keep], color=colour, linestyle=style, label=label)
+            for key, style in _CONVENTIONS:
+                right.plot(steps[keep], smooth(run.mfu(key), half)[keep], color=colour, linestyle=style)
         left.set_title("Tokens a second, all ranks")
         left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v < 1e5 else compact(v)))
         right.set_title("Model FLOPs utilisation, % of the BF16 peak")
         for axes in (left, right):
-            axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * (1.3 if axes is right else 1.12))
+            axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.12)
             _step_axis(axes)
         left.legend(loc="lower right")
-        right.legend(loc="upper right", ncols=2, fontsize=8.5)
+        for key, style in _CONVENTIONS:  # colours are the runs', as on the left
+            label = f"{key.removeprefix('mfu_')} attention"
+            right.plot([], [], color=COLOURS["muted"], linestyle=style, label=label)
+        right.legend(loc="lower right")
         return render(figure, "speed", "Tokens a second and MFU in both attention conventions over steps")
 
 

@@ -13,9 +13,10 @@ TAIL_SHARE, TAIL_STEPS = 0.05, 10
 
 
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centred moving average over 2 half_width + 1 values, ignoring NaN.
+    """Centred moving average over 2 half_width + 1 values, ignoring NaN. float64, same shape.
 
-    Near the ends the window shrinks on both sides alike, so that a slope is not bent into a bias. float64, same shape.
+    Near the start, where a loss falls steeply, the window shrinks on both sides alike. Near the end, where that would
+    leave the last value as noisy as a single step, a straight line fitted to the last window takes over.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -24,7 +25,13 @@ def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
     half = np.minimum(half_width, np.minimum(index, len(values) - 1 - index))
     number = counts[index + half + 1] - counts[index - half]
     total = sums[index + half + 1] - sums[index - half]
-    return np.divide(total, number, out=np.full(len(values), np.nan), where=number > 0)
+    result = np.divide(total, number, out=np.full(len(values), np.nan), where=number > 0)
+    window = index[-2 * half_width - 1 :]
+    window = window[finite[window]]
+    if len(values) > 2 * half_width and len(window) > 2:
+        slope, level = np.polyfit(window - index[-1], values[window], 1)
+        result[-half_width:] = level + slope * (index[-half_width:] - index[-1])
+    return result
 
 
 def half_width(count: int) -> int:
@@ -95,6 +102,15 @@ def difference(run: Run, baseline: Run) -> Difference | None:
         final=tail_mean(raw),
         same_data=_same_data(run, baseline),
     )
+
+
+def validation_gap(run: Run, baseline: Run, name: str) -> float:
+    """Validation loss of a run minus the baseline's, nats, at the last step at which both were evaluated; else NaN."""
+    mine, theirs = ({r["step"]: float(r["loss"]) for r in each.evals.get(name, [])} for each in (run, baseline))
+    common = mine.keys() & theirs.keys()
+    if not common or not same_tokens(run, baseline):
+        return float("nan")
+    return mine[max(common)] - theirs[max(common)]
 
 
 def tokens_per_step(run: Run) -> float:

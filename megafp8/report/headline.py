@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megafp8.report.curves import Difference, steady_median, tail_mean, tokens_per_step
+from megafp8.report.curves import Difference, steady_median, tail_mean, tokens_per_step, validation_gap
 from megafp8.report.runs import Run
 
 UNKNOWN = "–"
@@ -65,23 +65,29 @@ def fact(run: Run, key: str) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def _absolute(label: str, hint: str, numbers: list[float], decimals: int) -> Row:
-    values = [fixed(n, decimals) for n in numbers]
-    return Row(label, hint, values, [signed(n - numbers[0], decimals) for n in numbers[1:]])
-
-
 def _relative(label: str, hint: str, numbers: list[float], values: list[str]) -> Row:
-    changes = [100.0 * (n / numbers[0] - 1.0) if numbers[0] else math.nan for n in numbers[1:]]
-    return Row(label, hint, values, [signed(c, 1) + " %" if math.isfinite(c) else UNKNOWN for c in changes])
+    return Row(label, hint, values, [_change(n / numbers[0] if numbers[0] else math.nan) for n in numbers[1:]])
+
+
+def _change(ratio: float) -> str:
+    return signed(100.0 * (ratio - 1.0), 1) + " %" if math.isfinite(ratio) else UNKNOWN
+
+
+def exp(loss: float) -> float:
+    """Perplexity of a loss, infinite where a float ends."""
+    return math.exp(loss) if not loss > 700 else math.inf
 
 
 def _plain(label: str, hint: str, values: list[str]) -> Row:
     return Row(label, hint, values, ["" for _ in values[1:]])
 
 
-def rows(runs: list[Run]) -> list[Row]:
-    """The table: what the run was, how well it learned, how fast it went."""
-    return [*_identity(runs), *_quality(runs), *_speed(runs)]
+def rows(runs: list[Run], others: list[Difference | None]) -> list[Row]:
+    """The table: what the run was, how well it learned, how fast it went.
+
+    Losses are subtracted at the last steps that both runs have: a run that is still on its way is not the worse for it.
+    """
+    return [*_identity(runs), *_quality(runs, others), *_speed(runs)]
 
 
 def _identity(runs: list[Run]) -> list[Row]:
@@ -101,18 +107,20 @@ def _of_planned(run: Run) -> str:
     return f" of {planned:,}" if isinstance(planned, int) and planned != run.steps[-1] else ""
 
 
-def _quality(runs: list[Run]) -> list[Row]:
-    losses = [tail_mean(run.series("loss")) for run in runs]
-    found = [_absolute("Final training loss", "nats a token, mean of the last 5 % of the steps, at least 10", losses, 4)]
+def _quality(runs: list[Run], others: list[Difference | None]) -> list[Row]:
+    losses = [fixed(tail_mean(run.series("loss")), 4) for run in runs]
+    gaps = [signed(diff.final if diff is not None else math.nan, 4) for diff in others]
+    found = [Row("Final training loss", "nats a token, mean of the last 5 % of steps, at least 10", losses, gaps)]
     for name in sorted({name for run in runs for name in run.evals}):
         label = "validation" if name == "valid" else f"validation, {name}"
         last = [run.evals[name][-1] if name in run.evals else {} for run in runs]
         numbers = [float(record.get("loss", math.nan)) for record in last]
-        hint = "nats a token, after the last step evaluated"
-        found.append(_absolute(f"Final {label} loss", hint, numbers, 4))
-        perplexities = [math.exp(n) if n < 700 else math.inf for n in numbers]
-        shown = [fixed(p, 2) for p in perplexities]
-        found.append(_relative(f"Final {label} perplexity", "exp of that loss", perplexities, shown))
+        apart = [validation_gap(run, runs[0], name) for run in runs[1:]]
+        values, hint = [fixed(n, 4) for n in numbers], "nats a token, after the last step evaluated"
+        found.append(Row(f"Final {label} loss", hint, values, [signed(gap, 4) for gap in apart]))
+        values = [fixed(exp(n), 2) for n in numbers]
+        changes = [_change(exp(gap)) for gap in apart]
+        found.append(Row(f"Final {label} perplexity", "exp of that loss", values, changes))
     skipped = [run.series("skipped")[-1] for run in runs]
     if np.nansum(skipped) > 0:
         found.append(_plain("Steps skipped", "loss or gradient not finite", [fixed(n, 0) for n in skipped]))
@@ -171,11 +179,13 @@ def _learned(run: Run) -> str:
 def _compared(run: Run, baseline: Run, diff: Difference | None) -> str:
     if diff is None:
         return f"{run.name} and {baseline.name} share no steps of equal size, so their curves are not subtracted."
-    text = f"{run.name} ends {_above(diff.final)} {baseline.name} in training loss"
+    together = int(diff.steps[-1])
+    when = "ends" if together == run.steps[-1] == baseline.steps[-1] else f"at step {together:,} is"
+    text = f"{run.name} {when} {_above(diff.final)} {baseline.name} in training loss"
     if math.isfinite(diff.noise) and diff.noise > 0:
         text += f", {abs(diff.final) / diff.noise:.2f} times the step-to-step noise of {diff.noise:.4f}"
     for name in sorted(run.evals.keys() & baseline.evals.keys()):
-        gap = float(run.evals[name][-1]["loss"]) - float(baseline.evals[name][-1]["loss"])
+        gap = validation_gap(run, baseline, name)
         text += f"; {_above(gap)} in validation loss" + ("" if name == "valid" else f" on {name}")
     return text + "."
 

@@ -78,7 +78,7 @@ def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
         "sections": SECTIONS,
         "verdict": verdict(runs, others),
         "notes": [f"{run.name}: {note}." for run in runs for note in run.notes],
-        "headline": rows(runs),
+        "headline": rows(runs, others),
         "peaks": peak_notes(runs),
         "pictures": pictures,
         "loss_captions": _loss_captions(runs, others),
@@ -132,7 +132,9 @@ def _weights_caption(spread: WeightSpread, run: Run) -> str:
 
 
 def _loss_captions(runs: Sequence[Run], others: Sequence[Difference | None]) -> list[str]:
-    captions = ["Thin lines are single steps, bold lines a centred moving average over about 4 % of the run, at least 7 steps."]
+    captions = [
+        "Thin lines are single steps, bold lines a centred moving average over about 4 % of the run, at least 7 steps."
+    ]
     shown = [diff for diff in others if diff is not None]
     if shown:
         captions.append(

@@ -7,15 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.report.curves import difference, half_width, smooth, steady_median, step_noise, tail_mean, thin
+from megafp8.report.curves import (
+    difference,
+    half_width,
+    smooth,
+    steady_median,
+    step_noise,
+    tail_mean,
+    thin,
+    validation_gap,
+)
 from megafp8.report.runs import read_run
 from tests.unit.report.made_run import make_run
 
 
 def test_smooth_keeps_a_line_and_ignores_what_is_not_finite() -> None:
     line = np.arange(50.0)
-    # sums of integers below 2**53 are exact, and so is their division by a count that divides them
-    assert np.array_equal(smooth(line, 5), line)
+    # sums of integers below 2**53 are exact, and so is their division by a count that divides them; at the end stands
+    # a least-squares fit of 11 values below 50, whose condition is below 100: 50 * 100 * 2**-52 < 1e-11
+    assert np.array_equal(smooth(line, 5)[:-5], line[:-5])
+    assert np.allclose(smooth(line, 5), line, rtol=0, atol=1e-11)
     line[20] = np.nan
     smoothed = smooth(line, 5)
     assert np.isfinite(smoothed).all()
@@ -27,6 +38,14 @@ def test_smooth_is_the_mean_of_its_window() -> None:
     # cumulative sums of 40 values of order 1: rounding below 40 * 2**-52 * 10
     assert smooth(values, 3)[10] == pytest.approx(values[7:14].mean(), abs=1e-13)
     assert np.isnan(smooth(np.full(3, np.nan), 1)).all()
+
+
+def test_the_end_of_a_smoothed_curve_is_no_single_step() -> None:
+    noise = np.random.default_rng(0).normal(size=(200, 400))
+    ends = np.array([smooth(values, 8)[-1] for values in noise])
+    # the end of a line fitted to n = 17 values has a variance of (4 - 6 / (n + 1)) / n = 0.22; 200 samples of it
+    # scatter by a tenth: 0.22 + 4 * 0.022 < 0.32, while a single step has 1
+    assert ends.var() < 0.32
 
 
 def test_step_noise_sees_through_trend_and_spikes() -> None:
@@ -69,6 +88,14 @@ def test_difference_of_runs_on_common_steps(tmp_path: Path) -> None:
     # quartiles of 90 differences give sigma within 1.65 / sqrt(90) = 17 %, taken 3 times
     assert diff.own_noise == pytest.approx(0.006, rel=0.52)
     assert diff.own_noise < diff.noise / 4
+
+
+def test_validation_is_subtracted_at_the_last_common_step(tmp_path: Path) -> None:
+    baseline = read_run(make_run(tmp_path / "a", steps=200, checkpoint=False))
+    run = read_run(make_run(tmp_path / "b", recipe="delayed", steps=100, checkpoint=False))
+    # made with 0.003 nats on top at every step; two losses below 16 are right to 2**-49 each
+    assert validation_gap(run, baseline, "valid") == pytest.approx(0.003, abs=1e-13)
+    assert np.isnan(validation_gap(run, baseline, "other"))
 
 
 def test_runs_of_other_batch_sizes_are_not_subtracted(tmp_path: Path) -> None:
