@@ -100,39 +100,35 @@ def check_header(file: BinaryIO, entry: PieceFile, name: Path) -> None:
         raise CheckpointError(
             f"{name}: damaged: {size} bytes where {entry.bytes} were written; use an older checkpoint"
         )
-    if checksum(_read(file, 0, entry.header_bytes, name)).hexdigest() != entry.header_checksum:
+    header = bytearray(entry.header_bytes)
+    _read(file, 0, memoryview(header), name)
+    if checksum(header).hexdigest() != entry.header_checksum:
         raise CheckpointError(f"{name}: damaged: its header does not match its checksum; use an older checkpoint")
 
 
-def read_piece(file: BinaryIO, piece: Piece, dtype: str, name: Path) -> torch.Tensor:
-    """Read one piece from an open file; its bytes are checked before they are given out.
-
-    Returns:
-        A tensor of shape `piece.sizes` on the CPU.
+def read_piece(file: BinaryIO, piece: Piece, out: torch.Tensor, name: Path) -> None:
+    """Fill `out`, contiguous on the CPU and of shape `piece.sizes`, from an open file, and check its bytes.
 
     Raises:
         CheckpointError: the bytes do not match their checksum or end early; names the file.
     """
-    data = _read(file, piece.start, piece.bytes, name)
+    assert out.is_contiguous() and out.nbytes == piece.bytes, f"{piece.key}: {out.shape} does not hold the piece"
+    data = out.reshape(-1).view(torch.uint8).numpy().data
+    _read(file, piece.start, data, name)
     if checksum(data).hexdigest() != piece.checksum:
         raise CheckpointError(f"{name}: damaged: {piece.key} does not match its checksum; use an older checkpoint")
-    if not data:
-        return torch.empty(piece.sizes, dtype=DTYPES[dtype])
-    return torch.frombuffer(data, dtype=DTYPES[dtype]).reshape(piece.sizes)
 
 
-def _read(file: BinaryIO, start: int, size: int, name: Path) -> bytearray:
-    # Read, not mapped: the bytes that were checked are the bytes that are used, and a failing disk is an error, not
+def _read(file: BinaryIO, start: int, data: memoryview, name: Path) -> None:
+    # Read, not mapped: the bytes that are checked are the bytes that are used, and a failing disk is an error, not
     # a SIGBUS.
-    data = bytearray(size)
-    view, done = memoryview(data), 0
+    done = 0
     try:
         file.seek(start)
-        while done < size:
-            count = file.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
+        while done < len(data):
+            count = file.readinto(data[done : done + (1 << 30)])  # type: ignore[attr-defined]
             if count == 0:
                 raise CheckpointError(f"{name}: damaged: ends at byte {start + done}; use an older checkpoint")
             done += count
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
-    return data

@@ -38,8 +38,8 @@ class PieceReader:
         for file in self._files.values():
             file.close()
 
-    def read(self, piece: Piece, dtype: str) -> torch.Tensor:
-        """One piece on the CPU, shape `piece.sizes`.
+    def read(self, piece: Piece, out: torch.Tensor) -> torch.Tensor:
+        """Fill `out`, contiguous on the CPU, with one piece; returns it.
 
         Raises:
             CheckpointError: the file is missing, cannot be read or is damaged; names it.
@@ -52,17 +52,18 @@ class PieceReader:
                 reason = error.strerror or error
                 raise CheckpointError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
             check_header(file, self.manifest.files[piece.file], path)
-        return read_piece(self._files[piece.file], piece, dtype, path)
+        read_piece(self._files[piece.file], piece, out, path)
+        return out
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU, put together from its pieces."""
         entry = self.manifest.tensors[name]
-        if len(entry.pieces) == 1:
-            return self.read(entry.pieces[0], entry.dtype)
         whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if len(entry.pieces) == 1:
+            return self.read(entry.pieces[0], whole)
         for piece in entry.pieces:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-            whole[box] = self.read(piece, entry.dtype)
+            whole[box] = self.read(piece, torch.empty(piece.sizes, dtype=whole.dtype))
         return whole
 
 
@@ -120,9 +121,7 @@ class FolderReader(StorageReader):
         with PieceReader(self.folder, self.manifest) as reader:
             for index in sorted(wanted, key=lambda i: (places[i][1].file, places[i][1].start)):
                 dtype, piece = places[index]
-                source = reader.read(piece, dtype)
-                for item in wanted[index]:
-                    _copy(source, item, planner)
+                _read_into(reader, piece, DTYPES[dtype], wanted[index], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -138,9 +137,18 @@ def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
 
 
-def _copy(source: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        source = source.narrow(dim, offset, length)
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(source)
-    planner.commit_tensor(item, target)
+def _read_into(
+    reader: PieceReader, piece: Piece, dtype: torch.dtype, items: list[ReadItem], planner: LoadPlanner
+) -> None:
+    """Read one piece and give every item its box of it; straight into the target where that is the whole piece."""
+    targets = [planner.resolve_tensor(item).detach() for item in items]
+    first = targets[0]
+    if len(items) == 1 and first.shape == piece.sizes and first.is_contiguous() and first.is_cpu:
+        reader.read(piece, first)
+    else:
+        source = reader.read(piece, torch.empty(piece.sizes, dtype=dtype))
+        for item, target in zip(items, targets, strict=True):
+            boxes = zip(item.storage_offsets, item.lengths, strict=True)
+            target.copy_(source[tuple(slice(start, start + length) for start, length in boxes)])
+    for item, target in zip(items, targets, strict=True):
+        planner.commit_tensor(item, target)
