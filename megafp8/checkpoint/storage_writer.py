@@ -56,7 +56,7 @@ class FolderWriter(StorageWriter):
         """
         if self.root.exists() and not self.root.is_dir():
             raise ResourceError(f"{self.root}: is a file, not a folder; choose another path")
-        self.root.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        _make_folder(self.root)
         clear_leftovers(self.root)
         _check_space(self.root, plans, self.meta)
         self.folder = self.root / f".{step_name(self.step)}.{secrets.token_hex(4)}{PARTIAL}"
@@ -107,6 +107,14 @@ class FolderWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Paths are given to the constructor instead."""
         return False
+
+
+def _make_folder(path: Path) -> None:
+    """Make `path` and what is missing above it; each new name is made durable, lest a commit hang in the air."""
+    if not path.exists():
+        _make_folder(path.parent)
+        path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        fsync_dir(path.parent)
 
 
 def _check_space(root: Path, plans: Sequence[SavePlan], meta: dict[str, Any]) -> None:

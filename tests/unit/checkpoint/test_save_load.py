@@ -102,11 +102,11 @@ def test_every_file_and_folder_is_synced_before_the_commit(tmp_path, monkeypatch
             return real(*args)
 
         monkeypatch.setattr(os, name, call)
-    path = save(tmp_path)
+    path = save(tmp_path / "run" / "ck")
     commit = done.index(("rename", None, path.name))
     synced = {inode for name, inode, _ in done[:commit] if name == "fsync"}
-    assert {p.stat().st_ino for p in [path, *path.iterdir()]} <= synced
-    assert ("fsync", tmp_path.stat().st_ino, "") in done[commit:]
+    assert {p.stat().st_ino for p in [tmp_path, tmp_path / "run", path, *path.iterdir()]} <= synced
+    assert ("fsync", path.parent.stat().st_ino, "") in done[commit:]
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path):
