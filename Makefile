@@ -9,7 +9,8 @@ PYTHON ?= python3
 GPU ?= 0
 VENV ?= .venv
 PY := $(VENV)/bin/python
-READY := $(VENV)/.ready
+# its own stamp, so that GPU=1 also works after a setup without
+READY := $(VENV)/.ready$(if $(filter 1,$(GPU)),-gpu)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 WORKERS ?= 2
 # one thread a process: the tests start processes of their own, and threads would fight over the cores
@@ -32,8 +33,9 @@ $(READY): setup.py requirements.lock
 	@$(PIP) --editable '.[dev]' setuptools
 	@# megatron-core is what tests compare file formats with; where it does not install, those tests say so
 	@$(PIP) --no-deps megatron-core || echo "setup: megatron-core did not install; the tests against it are left out"
-	@if [ "$(GPU)" = 1 ]; then $(PIP) --no-build-isolation --editable '.[gpu]'; fi
-	@touch $@
+	@if [ "$(GPU)" = 1 ]; then $(PIP) --no-build-isolation --editable '.[gpu]' || { \
+	  echo "make setup: Transformer Engine did not build, see above; make setup without GPU=1 gives the rest" >&2; exit 2; }; fi
+	@touch $@ $(VENV)/.ready
 	@echo "setup: done; source $(VENV)/bin/activate, then: megafp8 --help"
 
 demo: $(READY)
