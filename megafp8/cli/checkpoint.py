@@ -85,10 +85,9 @@ def _show(args: argparse.Namespace) -> int:
     for name, entry in manifest.tensors.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         table.add_row(name, entry.dtype, shape, str(len(entry.pieces)))
-    console = Console()
-    console.print(table)
-    console.print(f"meta {json.dumps(manifest.meta, indent=1, ensure_ascii=False)}", highlight=False, markup=False)
-    console.print(f"{folder}: step {manifest.step}, {len(manifest.tensors)} tensors, {manifest.bytes / 1e6:.1f} MB")
+    Console().print(table)
+    print("meta", json.dumps(manifest.meta, indent=1, ensure_ascii=False))
+    print(f"{folder}: step {manifest.step}, {len(manifest.tensors)} tensors, {manifest.bytes / 1e6:.1f} MB")
     return 0
 
 
