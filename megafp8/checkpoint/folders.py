@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megafp8.checkpoint.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest
 from megafp8.core.errors import CheckpointError
+from megafp8.core.jsonio import resource_error
 from megafp8.core.log import event, get_logger
 
 PARTIAL = ".tmp"  # being written
@@ -45,11 +46,17 @@ def step_of(folder: Path) -> int:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Every folder under `root` that bears a checkpoint's name, newest step first; not looked into."""
+    """Every folder under `root` that bears a checkpoint's name, newest step first; not looked into.
+
+    Raises:
+        ResourceError: `root` cannot be read.
+    """
     try:
         found = [path for path in Path(root).iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise resource_error(error, Path(root)) from error
     # Of the same step, the plain name is the newer one: the other was on its way out.
     return sorted(found, key=lambda path: (-step_of(path), path.name))
 

@@ -31,6 +31,7 @@ ITEM_BYTES = {
 _CHECKSUM = "xxh3_128"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
 _MAX_DIMS = 16
+_MAX_ELEMENTS = 1 << 56  # so that no product with an element's size overflows 63 bits
 
 
 class MismatchError(CheckpointError):
@@ -145,6 +146,8 @@ def _decode(data: bytes) -> Manifest:
         raise CheckpointError("damaged: its bytes do not match its checksum; use an older checkpoint")
     value = json.loads(data)
     _refuse_foreign(data)
+    if not isinstance(value["meta"], dict):
+        raise ValueError("meta is no object")
     files = {_checked_name(name): PieceFile(**entry) for name, entry in value["files"].items()}
     tensors = {name: _tensor_entry(entry) for name, entry in value["tensors"].items()}
     manifest = Manifest(_natural(value["step"]), value["meta"], files, tensors)
@@ -182,7 +185,10 @@ def _natural(value: Any) -> int:
 def _naturals(values: Any) -> tuple[int, ...]:
     if len(values) > _MAX_DIMS:
         raise ValueError(f"{len(values)} dims are more than {_MAX_DIMS}")
-    return tuple(_natural(value) for value in values)
+    found = tuple(_natural(value) for value in values)
+    if math.prod(max(value, 1) for value in found) > _MAX_ELEMENTS:  # also where a zero hides it
+        raise ValueError(f"{found} is more than {_MAX_ELEMENTS} elements")
+    return found
 
 
 def _checked_name(name: str) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints over real processes: any tp and dp between save and load, replicas once, failures on all ranks."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from megafp8 import checkpoint
+from megafp8.checkpoint import storage_writer
 from megafp8.core.errors import CheckpointError, ResourceError
 from megafp8.core.layout import Layout
 from megafp8.parallel.mesh import build_mesh
@@ -73,17 +75,15 @@ def test_replicas_are_written_once_and_shared_out(tmp_path):
     assert len(value["files"]) == 2  # both ranks wrote a part
 
 
+def _full_disk(path, boxes):
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def _fail_on_rank_1(rank, world, root):
     mesh = _mesh(world, 2)
     if rank == 1:
-        real = os.fsync
-
-        def fsync(fd):
-            if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
-                raise OSError(28, "No space left on device")
-            real(fd)
-
-        os.fsync = fsync
+        storage_writer.write_piece_file = _full_disk
     try:
         checkpoint.save(root, 6, local(mesh), LAYOUTS, mesh, {})
     except ResourceError as error:

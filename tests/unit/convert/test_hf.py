@@ -25,6 +25,8 @@ MODELS = {
     "llama, biases, wide heads": config_of(num_kv_heads=2, head_dim=16, attention_bias=True, mlp_bias=True),
     "llama 3 scaling": config_of(rope_theta=1000.0, rope_scaling=LLAMA3),
     "linear scaling": config_of(rope_scaling={"type": "linear", "factor": 4.0}),
+    "dynamic scaling": config_of(rope_scaling={"type": "dynamic", "factor": 4.0}),
+    "yarn scaling": config_of(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_length": 24}),
     "qwen3": config_of("qwen3", num_kv_heads=2),
     "gpt": config_of("gpt", tied_embeddings=True),
 }
