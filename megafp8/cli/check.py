@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     parser.add_argument("config", help="the run's TOML")
     parser.add_argument("--ranks", type=int, default=0, metavar="N", help="processes; default: one replica of the mesh")
-    parser.add_argument("--config", action="store_true", dest="show_config", help="also print the resolved configuration")
+    parser.add_argument("--config", action="store_true", dest="show_config", help="also print the configuration")
 
 
 def run(args: argparse.Namespace) -> int:

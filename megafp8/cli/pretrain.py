@@ -58,7 +58,7 @@ def _be_a_rank(config: object, debug: bool) -> int:
         raise
     except RuntimeError as error:
         # a peer that died first has already said why; this rank only adds that its connection is gone
-        if debug or "closed by peer" not in str(error) and "Connection reset" not in str(error):
+        if debug or not any(text in str(error) for text in ("closed by peer", "Connection reset")):
             raise
         print(f"rank {os.environ.get('RANK', '0')}: lost its peer, stopping", file=sys.stderr)
         return 1

@@ -70,7 +70,10 @@ def _mesh_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
     sizes = axis_sizes(config.parallel, world)
     micro = config.train.global_batch // (config.train.micro_batch * sizes["dp"])
     shown = " ".join(f"{axis}={sizes[axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
-    return [("ranks", f"{world}: {shown}"), ("micro-batches a step", f"{micro} of {config.train.micro_batch} on each dp rank")]
+    return [
+        ("ranks", f"{world}: {shown}"),
+        ("micro-batches a step", f"{micro} of {config.train.micro_batch} on each dp rank"),
+    ]
 
 
 def _memory_rows(config: RunConfig) -> list[tuple[str, str]]:
@@ -109,7 +112,8 @@ def _corpus_rows(config: RunConfig) -> list[tuple[str, str]]:
                 state = str(error) if Path(f"{source.path}.bin").exists() else "not there yet"
                 rows.append((f"{kind} {source.path}", state))
                 continue
-            rows.append((f"{kind} {source.path}", f"{dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents"))
+            held = f"{dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents"
+            rows.append((f"{kind} {source.path}", held))
             known += dataset.num_tokens if kind == "train" else 0
     if known:
         wanted = config.train.global_batch * config.data.sequence_length * config.train.steps

@@ -29,7 +29,7 @@ class RunLock:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(self._path, "a+", encoding="utf-8")
+            file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 - held as long as the lock
         except OSError as error:
             raise resource_error(error, self._path) from error
         try:

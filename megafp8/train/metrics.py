@@ -64,8 +64,8 @@ class MetricsWriter:
     """Appends records to metrics.jsonl and mirrors them to TensorBoard; on ranks other than 0 it does nothing."""
 
     def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool) -> None:
-        self._file = open(folder / "metrics.jsonl", "ab", buffering=0) if enabled else None
         self._path = folder / "metrics.jsonl"
+        self._file = open(self._path, "ab", buffering=0) if enabled else None  # noqa: SIM115 - until close()
         self._board: Any = None
         if enabled and tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # 1 s of imports, wanted on rank 0 only

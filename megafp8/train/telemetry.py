@@ -19,7 +19,10 @@ BF16_PEAKS: dict[str, float] = {
     "GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "H200": 989.4e12, "H100": 989.4e12,
     "H800": 989.4e12, "A100": 312e12, "L40S": 362e12,
 }  # fmt: skip
-_THROTTLE = {0x2: "clocks-setting", 0x4: "power-cap", 0x8: "hw-slowdown", 0x20: "sw-thermal", 0x40: "hw-thermal", 0x80: "power-brake"}
+_THROTTLE = {  # NVML's clocks event reasons
+    0x2: "clocks-setting", 0x4: "power-cap", 0x8: "hw-slowdown", 0x20: "sw-thermal", 0x40: "hw-thermal",
+    0x80: "power-brake",
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -30,7 +30,8 @@ def test_learns_and_leaves_a_folder(config, tmp_path):
     run = tmp_path / "run"
     curve = losses(run)
     assert curve[0] > 5.0 and curve[-1] < 2.5  # ln 272 = 5.6 at the start
-    assert {"config.toml", "metrics.jsonl", "log.txt", "run.json", "checkpoints", "lock"} <= {p.name for p in run.iterdir()}
+    left = {path.name for path in run.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "log.txt", "run.json", "checkpoints", "lock"} <= left
     facts = json.loads((run / "run.json").read_text())
     assert facts["num_parameters"] > 0 and facts["peak_flops"] > 0 and "measured" in facts["peak_source"]
     stats = records(run, "fp8")[-1]["stats"]

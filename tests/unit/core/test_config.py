@@ -52,12 +52,12 @@ def test_all_problems_at_once_with_nearest_names():
 
 
 def test_own_rules_speak_for_themselves():
-    with pytest.raises(ConfigError, match="^inner: steps 7 is unlucky; nearest: 6, 8$"):
+    with pytest.raises(ConfigError, match=r"^inner: steps 7 is unlucky; nearest: 6, 8$"):
         build(Outer, {"inner": {"steps": 7}})
 
 
 def test_a_fraction_is_not_cut_to_an_integer():
-    with pytest.raises(ConfigError, match="inner.steps: 2.5 is refused"):
+    with pytest.raises(ConfigError, match=r"inner\.steps: 2\.5 is refused"):
         build(Outer, {"inner": {"steps": 2.5}})
 
 

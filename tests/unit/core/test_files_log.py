@@ -39,7 +39,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 def test_broken_json_names_the_file(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(DataError, match="a.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"a\.json: not valid JSON"):
         read_json(tmp_path / "a.json")
     with pytest.raises(DataError, match="no such file"):
         read_json(tmp_path / "b.json")

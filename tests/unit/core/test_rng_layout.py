@@ -29,10 +29,10 @@ class Axis:
 def test_pieces_equal_the_whole(dim, parts):
     layout = Layout((64, 48), {dim: "tp"})
     whole = fill_normal_(torch.empty(64, 48), seed=5, layout=layout, mesh=Axis(1, 0), std=0.02)
-    pieces = [
-        fill_normal_(torch.empty(layout.local_shape(Axis(parts, c))), seed=5, layout=layout, mesh=Axis(parts, c), std=0.02)
-        for c in range(parts)
-    ]
+    pieces = []
+    for mesh in (Axis(parts, coord) for coord in range(parts)):
+        piece = torch.empty(layout.local_shape(mesh))
+        pieces.append(fill_normal_(piece, seed=5, layout=layout, mesh=mesh, std=0.02))
     assert torch.equal(torch.cat(pieces, dim), whole)
 
 
