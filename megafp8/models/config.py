@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 from megafp8.core.config import config_dataclass
 from megafp8.core.errors import ConfigError
 from megafp8.models.families import FAMILIES, preset
-from megafp8.nn.precision import PrecisionConfig, dim_problems, plan_gemms
+from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms
 
 _Rate = Annotated[float, Field(ge=0, lt=1, description="share of elements dropped")]
 
@@ -162,7 +162,7 @@ def check_model(
         problems += _length_problems(config, sequence_length, tp if sequence_parallel else 1)
     if precision is not None and not problems:
         plan, misses = plan_gemms(precision, list(gemm_shapes(config)), config.num_layers)
-        problems += misses + dim_problems(plan, gemm_shapes(config), tp)
+        problems += misses + dim_problems(plan, gemm_shapes(config), tp) + backend_problems(precision)
     return problems
 
 

@@ -72,8 +72,16 @@ def plan_gemms(precision: PrecisionConfig, names: Sequence[str], num_layers: int
     return plan, problems
 
 
-def why_not(precision: PrecisionConfig, name: str, num_layers: int) -> str:
-    """Why a linear that the plan gives "none" is not in FP8."""
+def precision_rows(precision: PrecisionConfig, names: Sequence[str], num_layers: int) -> list[tuple[str, str, str]]:
+    """The precision table: for each linear its name, its recipe or dtype, and why it is not in FP8 (else empty)."""
+    plan, _ = plan_gemms(precision, names, num_layers)
+    return [
+        (name, precision.dtype, _why_not(precision, name, num_layers)) if recipe == "none" else (name, recipe, "")
+        for name, recipe in plan.items()
+    ]
+
+
+def _why_not(precision: PrecisionConfig, name: str, num_layers: int) -> str:
     for pattern, recipe in reversed(precision.patterns.items()):
         if recipe == "none" and re.search(pattern, name):
             return f"pattern {pattern!r}"
@@ -83,6 +91,16 @@ def why_not(precision: PrecisionConfig, name: str, num_layers: int) -> str:
     if precision.recipe != "none" and layer >= num_layers - precision.last_layers_bf16:
         return f"last_layers_bf16 = {precision.last_layers_bf16}"
     return "recipe = none"
+
+
+def backend_problems(precision: PrecisionConfig) -> list[str]:
+    """Why the named backend cannot serve, if it cannot on any machine."""
+    if precision.recipe == "none" or precision.backend != "te":
+        return []
+    return [
+        "precision.backend = 'te': Transformer Engine's layers are not in this version; use auto, which takes the "
+        "GPU's own FP8 GEMMs (native) where there are some"
+    ]
 
 
 def _kinds(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.models import ModelConfig, build
+from megafp8.models import ModelConfig, build, preset_names
+from megafp8.models.cost import num_parameters
 from megafp8.models.names import config_from_hf, from_hf_tensors, hf_config, to_hf_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -124,9 +125,6 @@ def test_documents_do_not_see_each_other() -> None:
 
 def test_parameter_counts_are_transformers() -> None:
     """Every preset up to 8B has as many parameters as transformers' class of that config."""
-    from megafp8.models import preset_names
-    from megafp8.models.cost import num_parameters
-
     for name in preset_names():
         config = ModelConfig(preset=name)
         if num_parameters(config) > 9e9:

@@ -9,7 +9,7 @@ from megafp8.core.config import build as build_config
 from megafp8.core.errors import ConfigError
 from megafp8.models import ModelConfig, build, check_model
 from megafp8.models.config import gemm_shapes
-from megafp8.nn.precision import PrecisionConfig, plan_gemms, why_not
+from megafp8.nn.precision import PrecisionConfig, plan_gemms, precision_rows
 
 TINY = ModelConfig(preset="tiny_llama", num_layers=4)
 NAMES = list(gemm_shapes(TINY))
@@ -25,8 +25,10 @@ def test_first_and_last_layers_and_patterns() -> None:
     assert plan["layers.1.attention.qkv"] == "delayed" and plan["layers.1.mlp.down"] == "current"
     assert plan["layers.2.mlp.down"] == "none"  # the last pattern wins
     assert plan["layers.0.mlp.down"] == "current"  # a pattern is stronger than the layer rule
-    assert "pattern" in why_not(precision, "layers.2.mlp.down", 4)
-    assert why_not(precision, "layers.0.attention.qkv", 4) == "first_layers_bf16 = 1"
+    rows = {name: (recipe, reason) for name, recipe, reason in precision_rows(precision, NAMES, 4)}
+    assert rows["layers.2.mlp.down"] == ("bf16", r"pattern 'layers\\.2\\.'")
+    assert rows["layers.0.attention.qkv"] == ("bf16", "first_layers_bf16 = 1")
+    assert rows["layers.0.mlp.down"] == ("current", "")
 
 
 def test_refusals_name_value_rule_and_way_out() -> None:
@@ -36,6 +38,7 @@ def test_refusals_name_value_rule_and_way_out() -> None:
     problems = check_model(odd, precision=PrecisionConfig(recipe="current"))
     assert problems and "mlp.down: in dim 168 is not a multiple of 16" in problems[0]
     assert "nearest: 160 or 176" in problems[0] and '"mlp.down" = "none"' in problems[0]
+    assert "not in this version" in check_model(TINY, precision=PrecisionConfig(recipe="current", backend="te"))[0]
     kept = PrecisionConfig(recipe="current", patterns={"mlp.down": "none"})
     assert check_model(odd, precision=kept) == []
     for patterns in ({"(": "none"}, {"down": "mxfp8"}):
