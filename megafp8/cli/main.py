@@ -60,29 +60,35 @@ def _parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
-    args, rest = parser.parse_known_args(list(words))
-    args.overrides = _overrides(verb, parser, rest)
-    if args.overrides and not getattr(module, "TAKES_OVERRIDES", False):
-        raise ConfigError(f"{args.overrides[0]}: megafp8 {verb} takes no configuration overrides")
+    overrides, rest = split_overrides(words)
+    args, unknown = parser.parse_known_args(rest)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        raise ConfigError(f"{name}: megafp8 {verb} does not know this argument{nearest(name, options)}; see --help")
+    args.overrides = overrides
+    if overrides and not getattr(module, "TAKES_OVERRIDES", False):
+        raise ConfigError(f"{overrides[0]}: megafp8 {verb} takes no configuration overrides")
     return args
 
 
-def _overrides(verb: str, parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
-    """The words `--section.key value` and `--section.key=value` out of what the verb's parser left."""
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Configuration overrides (`--section.key value`, `--section.key=value`, wherever they stand), and the rest.
+
+    They are taken out before the verb's parser sees the words, since it could take a value for a positional argument.
+    """
     overrides: list[str] = []
-    words = list(rest)
-    while words:
-        word = words.pop(0)
-        name = word.partition("=")[0]
-        if not word.startswith("--"):
-            raise ConfigError(f"{word!r}: megafp8 {verb} does not expect this argument; see megafp8 {verb} --help")
-        if "." not in name:
-            options = [o for action in parser._actions for o in action.option_strings]
-            raise ConfigError(f"{name}: megafp8 {verb} has no such option{nearest(name, options)}")
+    rest: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            rest.append(word)
+            continue
         overrides.append(word)
-        if "=" not in word and words and not words[0].startswith("--"):
-            overrides.append(words.pop(0))
-    return overrides
+        if "=" not in word and left and not left[0].startswith("--"):
+            overrides.append(left.pop(0))
+    return overrides, rest
 
 
 def _say(verb: str, error: MegaError) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.cli.main import split_overrides
 from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError
 from megafp8.train.check import dry_run, smallest_world
@@ -84,7 +85,14 @@ def test_the_command_line_refuses_in_one_line_each_with_code_2():
     done = _megafp8("pretrian")
     assert done.returncode == 2 and "nearest: pretrain" in done.stderr
     done = _megafp8("check", str(TINY), "--rank", "3")
-    assert done.returncode == 2 and "--rank: megafp8 check has no such option; nearest: --ranks" in done.stderr
+    assert done.returncode == 2 and "--rank: megafp8 check does not know this argument; nearest: --ranks" in done.stderr
+
+
+def test_overrides_may_stand_anywhere():
+    words = ["--a.b", "1", "x.toml", "--nproc", "2", "--c.d=3", "--e.f", "-4", "--debug"]
+    assert split_overrides(words) == (["--a.b", "1", "--c.d=3", "--e.f", "-4"], ["x.toml", "--nproc", "2", "--debug"])
+    done = _megafp8("check", "--train.steps", "7", str(TINY), "--ranks", "2")
+    assert done.returncode == 0 and "in 7 steps" in done.stdout
 
 
 def test_check_and_print_config():
