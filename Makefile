@@ -32,7 +32,7 @@ $(READY): setup.py requirements.lock
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --editable '.[dev]' setuptools
 	@# megatron-core is what tests compare file formats with; where it does not install, those tests say so
-	@$(PIP) --no-deps megatron-core || echo "setup: megatron-core did not install; the tests against it are left out"
+	@$(PIP) --no-deps megatron-core || echo "setup: megatron-core did not install; tests/contract will say so"
 	@if [ "$(GPU)" = 1 ]; then $(PIP) --no-build-isolation --editable '.[gpu]' || { \
 	  echo "make setup: Transformer Engine did not build, see above; make setup without GPU=1 gives the rest" >&2; exit 2; }; fi
 	@touch $@ $(VENV)/.ready
