@@ -54,7 +54,7 @@ def test_fp8_model_is_near_bf16(recipe: str) -> None:
         model = build(ModelConfig(preset="tiny_llama", init_std=0.1), precision=precision)
         loss, count = model(tokens, tokens.roll(-1, 1))
         loss.backward()
-        losses.append(float(loss / count))
+        losses.append(float(loss.detach() / count))
         gradients.append(model.layers[0].mlp.gate_up.weight.grad.double())
     assert len(model.fp8_states) == 4 and "layers.0.mlp.down" in model.fp8_states
     # E4M3 has 3 mantissa bits: relative error 2^-4 at most, 0.02 on average an operand; a loss of 5.6 moves far less
