@@ -1,0 +1,17 @@
+"""`make bench`: every benchmark of the repository, peers in the same run. Quiet machines give better figures."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import train_step
+
+
+def main() -> int:
+    """Run them one after the other; 0 if all ran."""
+    print("training step: 8 layers, hidden 512, sequence 512, micro-batch 4, BF16 and FP8 (docs/performance.md)")
+    return train_step.main(["--fp8", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
