@@ -51,7 +51,7 @@ def model_config(path: Path) -> ModelConfig:
 
 
 def tokenizer_path(path: Path, given: str | Path | None = None) -> str:
-    """Where the tokenizer of a checkpoint is: `given`, else what its configuration names.
+    """Where the tokenizer of a checkpoint is: `given`, else what its configuration names, else the run's own copy.
 
     Raises:
         DataError: it names none, or it is another one than the model was trained with.
@@ -60,6 +60,9 @@ def tokenizer_path(path: Path, given: str | Path | None = None) -> str:
     spec = str(given or meta.get("config", {}).get("data", {}).get("tokenizer") or "")
     if not spec:
         raise DataError(f"{path}: names no tokenizer; name it with --tokenizer")
+    kept = path.parent.parent / "tokenizer"  # the run's own copy
+    if not given and spec != "bytes" and not Path(spec).exists() and kept.is_dir():
+        spec = str(kept)
     try:
         found = load_tokenizer(spec).fingerprint
     except DataError as error:

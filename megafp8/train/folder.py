@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megafp8.models.cost import flops_per_token, num_parameters
 from megafp8.train.config import RunConfig
 from megafp8.train.setup import Parts, code_version
 from megafp8.train.telemetry import cpu_name
+
+TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 
 # What may change between two starts of one run without making it another run: length, logging, saving, ranks.
 _FREE = (
@@ -49,6 +52,22 @@ def prepare(config: RunConfig) -> None:
                 f"{folder}: holds a run of another configuration ({shown}{more}); choose another run.dir or delete it"
             )
     write_atomic(path, dump_toml(config, comments=True).encode())
+
+
+def keep_tokenizer(config: RunConfig) -> None:
+    """Copy the tokenizer into <run>/tokenizer, so that what is served from the run needs nothing from elsewhere."""
+    source = Path(config.data.tokenizer)
+    if not source.exists():  # "bytes" has no file
+        return
+    names = (TOKENIZER_FILES & {p.name for p in source.iterdir()}) if source.is_dir() else {source.name}
+    if source.suffix == ".json":  # a Hugging Face tokenizer says in files beside it which ids are control ids
+        names |= {name for name in TOKENIZER_FILES if name.endswith(("_config.json", "_map.json"))}
+    folder = source if source.is_dir() else source.parent
+    for name in names:
+        path = folder / name
+        if path.is_file():
+            target = f"tokenizer{path.suffix}" if path == source else name
+            write_atomic(config.dir / "tokenizer" / target, path.read_bytes())
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

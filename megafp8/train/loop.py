@@ -105,6 +105,7 @@ class Run:
             totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
             self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
             folder.write_facts(parts, self.peak)
+            folder.keep_tokenizer(config)
         if found is not None:
             event(logger, "resumed", step=self.step, checkpoint=str(self.saved))
 

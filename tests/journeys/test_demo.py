@@ -51,7 +51,9 @@ def test_from_raw_text_to_an_exported_model(folder):
     done = megafp8("convert", "--to", "hf", runs["delayed"], folder / "hf")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder / "hf").iterdir()}
     assert "logit" in done.stdout
+    (folder / "corpus/tokenizer.model").rename(folder / "corpus/moved.model")  # the run has a copy of its own
     done = megafp8("generate", runs["delayed"], "--prompt", "Return the", "--max-new-tokens", "8")
     assert done.stdout.startswith("Return the")
+    (folder / "corpus/moved.model").rename(folder / "corpus/tokenizer.model")
     done = megafp8("eval", "--perplexity", runs["none"], "--data", folder / "corpus/valid")
     assert "perplexity" in done.stdout
