@@ -61,11 +61,18 @@ def normal_at(seed: int, index: torch.Tensor) -> torch.Tensor:
     return (torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)).to(torch.float32)
 
 
-def global_index(layout: Layout, mesh: AxisSizes, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 index into the flattened global tensor of every element of this rank's piece, local shape."""
+def global_index(
+    layout: Layout, mesh: AxisSizes, device: torch.device | str = "cpu", rows: slice = slice(None)
+) -> torch.Tensor:
+    """int64 index into the flattened global tensor of every element of this rank's piece, local shape.
+
+    Args:
+        rows: only these of the piece's first dim.
+    """
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, piece in zip(layout.shape, layout.local_slices(mesh), strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(piece.start, piece.stop, device=device)
+    for dim, (size, piece) in enumerate(zip(layout.shape, layout.local_slices(mesh), strict=True)):
+        places = torch.arange(piece.start, piece.stop, device=device)
+        index = index.unsqueeze(-1) * size + (places[rows] if dim == 0 else places)
     return index
 
 
@@ -79,8 +86,9 @@ def fill_normal_(
         tensor: the local piece, shape `layout.local_shape(mesh)`, any floating dtype; drawn in fp32, then cast.
     """
     assert tuple(tensor.shape) == layout.local_shape(mesh), (tensor.shape, layout, "is not this rank's piece")
-    index = global_index(layout, mesh, tensor.device).reshape(-1)
-    values = torch.empty(index.shape, dtype=torch.float32, device=tensor.device)
-    for start in range(0, index.numel(), _CHUNK):
-        values[start : start + _CHUNK] = normal_at(seed, index[start : start + _CHUNK])
-    return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))
+    rows = tensor if tensor.dim() else tensor.view(1)
+    step = max(1, _CHUNK * rows.shape[0] // max(1, rows.numel()))
+    for start in range(0, rows.shape[0], step):
+        index = global_index(layout, mesh, tensor.device, slice(start, start + step))
+        rows[start : start + step] = normal_at(seed, index).mul_(std).add_(mean)
+    return tensor

@@ -74,7 +74,7 @@ def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor
     """Concatenate the ranks' equally shaped tensors along `dim`, in rank order; any dtype."""
     if group is None:
         return tensor
-    size = dist.get_world_size(group)
+    size, dim = dist.get_world_size(group), dim % tensor.dim()
     source = tensor.contiguous()
     pieces = source.new_empty((size, *source.shape))
     if _by_library(source):
@@ -95,7 +95,7 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
     """
     if group is None:
         return tensor
-    size = dist.get_world_size(group)
+    size, dim = dist.get_world_size(group), dim % tensor.dim()
     assert tensor.shape[dim] % size == 0, (
         f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
     )

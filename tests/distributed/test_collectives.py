@@ -34,7 +34,7 @@ def plain(rank: int, world: int) -> None:
         slack = 0.0 if world == 2 else 3 * torch.finfo(wide).eps * 10 + (0 if dtype == wide else 2**-8 * 16)
         total = c.all_reduce_(pieces[rank].clone(), group)
         assert total.dtype == dtype and (total - exact).abs().max() <= slack
-        for dim in (0, 2):
+        for dim in (0, 2, -1, -3):
             mine = c.reduce_scatter(pieces[rank], group, dim)
             assert mine.is_contiguous() and torch.equal(
                 mine, exact.chunk(world, dim)[rank]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.core.layout import Layout
-from megafp8.core.rng import fill_normal_, hash_at, seed_for, uniform_at
+from megafp8.core.rng import fill_normal_, hash_at, normal_at, seed_for, uniform_at
 
 
 class Axis:
@@ -66,3 +66,10 @@ def test_seeds_differ_by_every_name():
 def test_a_dim_that_does_not_divide_is_a_programmers_error():
     with pytest.raises(AssertionError, match="does not divide"):
         Layout((10,), {0: "tp"}).local_slices(Axis(4, 0))
+
+
+def test_a_large_piece_is_drawn_in_parts_with_the_same_values():
+    layout = Layout((700, 3000))  # more than one chunk of 2^20 elements, not a multiple of it
+    whole = fill_normal_(torch.empty(700, 3000), seed=9, layout=layout, mesh=Axis(1, 0), std=1.0)
+    index = torch.arange(700 * 3000).view(700, 3000)
+    assert torch.equal(whole, normal_at(9, index))
