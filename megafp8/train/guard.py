@@ -13,6 +13,16 @@ from typing import IO
 from megafp8.core.errors import NumericsError, ResourceError
 from megafp8.core.jsonio import resource_error
 
+_PATIENCE_SECONDS = 2.0  # a run that was killed a moment ago may still be leaving
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
 
 class RunLock:
     """An advisory lock on a run folder; the kernel lets go of it when the process ends, however it ends."""
@@ -32,15 +42,17 @@ class RunLock:
             file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 - held as long as the lock
         except OSError as error:
             raise resource_error(error, self._path) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not _locked(file):
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
             file.seek(0)
             holder = file.read().strip() or "an unknown process"
             file.close()
             raise ResourceError(
                 f"{self._path.parent}: the run folder is in use by {holder}; stop it or choose another run.dir"
-            ) from None
+            )
         file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}))
         file.flush()

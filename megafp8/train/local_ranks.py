@@ -11,13 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from megafp8.core.errors import EXIT_PREEMPTED
+from megafp8.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 _GRACE_SECONDS = 30.0
+
+# The read end of a pipe whose write end only the launcher holds: it ends when the launcher does, however that ends.
+LIFELINE = "MEGAFP8_LIFELINE_FD"
 
 
 def free_port() -> int:
@@ -27,9 +31,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, world: int, port: int, threads: int) -> dict[str, str]:
+def _environment(rank: int, world: int, port: int, threads: int, lifeline: int) -> dict[str, str]:
     return {
         **os.environ,
+        LIFELINE: str(lifeline),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -42,18 +47,36 @@ def _environment(rank: int, world: int, port: int, threads: int) -> dict[str, st
     }
 
 
+def leave_with_launcher(env: Mapping[str, str]) -> None:
+    """In a rank that `run_ranks` started: end at once when the launcher is gone, so that no orphan holds the folder.
+
+    A checkpoint commits by one rename, so leaving at any moment damages none.
+    """
+    if LIFELINE not in env:
+        return
+    lifeline = int(env[LIFELINE])
+
+    def wait() -> None:
+        os.read(lifeline, 1)  # nobody writes: this returns at the end of the pipe
+        os._exit(EXIT_INTERRUPTED)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
 def run_ranks(words: Sequence[str], *, world: int) -> int:
     """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the first failing exit code.
 
-    The signals SIGTERM, SIGINT and SIGUSR1 are passed on. Ranks that outlive a failed one get SIGTERM, and SIGKILL
-    after 30 s.
+    The signals SIGTERM, SIGINT and SIGUSR1 are passed on, SIGHUP as SIGTERM. Ranks that outlive a failed one get
+    SIGTERM, and SIGKILL after 30 s. If this process is killed, its ranks stop at once: see `leave_with_launcher`.
     """
     port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
+    lifeline, held = os.pipe()
     ranks = [
         # a session of its own keeps the terminal's Ctrl-C from reaching a rank twice
         subprocess.Popen(
             [sys.executable, "-m", "megafp8", *words],
-            env=_environment(rank, world, port, threads),
+            env=_environment(rank, world, port, threads, lifeline),
+            pass_fds=(lifeline,),
             start_new_session=True,
         )
         for rank in range(world)
@@ -62,15 +85,18 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
     def forward(number: int, frame: FrameType | None) -> None:
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    old = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    old = {s: signal.signal(s, forward) for s in watched}
     try:
         return _wait(ranks)
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
+        os.close(lifeline)
+        os.close(held)
         for number, handler in old.items():
             signal.signal(number, handler)
 

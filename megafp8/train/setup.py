@@ -30,6 +30,7 @@ from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.launch import init_distributed
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.train.config import RunConfig, refuse_broken
+from megafp8.train.local_ranks import leave_with_launcher
 
 logger = get_logger(__name__)
 
@@ -60,6 +61,7 @@ class Parts:
 def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
     """Join the other ranks and set threads, determinism and device."""
     env = dict(os.environ)
+    leave_with_launcher(env)
     on_gpu = torch.cuda.is_available()
     world = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", "1")))
     refuse_broken(config, world)

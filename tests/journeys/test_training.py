@@ -91,6 +91,20 @@ def _kill_tree(pid: int) -> None:
     psutil.wait_procs(tree, timeout=10)
 
 
+def test_a_killed_launcher_leaves_no_orphans(config, tmp_path):
+    import psutil
+
+    words = ["--nproc", "2", *overrides(train__steps=100000)]
+    process = start("pretrain", config, *words)
+    wait_for(lambda: len(records(tmp_path / "run")) >= 1, process)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) == 2
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+    process.communicate()
+
+
 def test_resumes_on_another_mesh(config, data, tmp_path):
     megafp8("pretrain", config, "--nproc", "2", *overrides(precision__dtype="fp64", parallel__tp=2, train__steps=4))
     words = overrides(precision__dtype="fp64", train__steps=8)
