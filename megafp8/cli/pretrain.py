@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 
 HELP = "train a model, or go on where the run folder stands"
 TAKES_OVERRIDES = True
@@ -38,9 +39,14 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(dump_toml(config, comments=True))
         return 0
     if args.nproc > 0 and "RANK" not in os.environ:
+        from megafp8.train.folder import is_finished, refuse_other
         from megafp8.train.local_ranks import run_ranks
 
         refuse_broken(config, args.nproc)
+        refuse_other(config)
+        if is_finished(config):
+            print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
+            return 0
         words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
         return run_ranks(words, world=args.nproc)
     return _be_a_rank(config, args.debug)
@@ -51,14 +57,19 @@ def _be_a_rank(config: object, debug: bool) -> int:
     from megafp8.core.errors import MegaError
     from megafp8.train.loop import train
 
-    log.set_up(rank=int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    log.set_up(rank=rank)
     try:
         return train(config).exit_code  # type: ignore[arg-type]
-    except MegaError:
-        raise
+    except MegaError as error:
+        if rank == 0:
+            raise
+        # Mostly all ranks fail alike; rank 0 then says it, and the launcher ends this one before it wakes.
+        time.sleep(10)
+        raise type(error)(f"rank {rank}: {error}") from error
     except RuntimeError as error:
         # a peer that died first has already said why; this rank only adds that its connection is gone
         if debug or not any(text in str(error) for text in ("closed by peer", "Connection reset")):
             raise
-        print(f"rank {os.environ.get('RANK', '0')}: lost its peer, stopping", file=sys.stderr)
+        print(f"megafp8 pretrain: rank {rank}: lost its peer, stopping", file=sys.stderr)
         return 1

@@ -1,22 +1,15 @@
-"""The run folder: what a run leaves, and whether this run may go on in it."""
+"""The run folder: whether this run may go on in it, and what it keeps there. No torch: the launcher asks first."""
 
 from __future__ import annotations
 
-import platform
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from megafp8.checkpoint.folders import latest, step_of
 from megafp8.core.config import dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError, ResourceError
-from megafp8.core.jsonio import resource_error, write_atomic, write_json
-from megafp8.models.cost import flops_per_token, num_parameters
+from megafp8.core.jsonio import resource_error, write_atomic
 from megafp8.train.config import RunConfig
-from megafp8.train.setup import Parts, code_version
-from megafp8.train.telemetry import cpu_name
 
 TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 
@@ -42,16 +35,26 @@ def prepare(config: RunConfig) -> None:
         raise ResourceError(f"{folder}: a file stands where the run folder should be; choose another run.dir") from None
     except OSError as error:
         raise resource_error(error, folder) from error
-    path = folder / "config.toml"
-    if path.exists():
-        changed = changes(load_toml(path), to_dict(config))
-        if changed:
-            shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            raise ConfigError(
-                f"{folder}: holds a run of another configuration ({shown}{more}); choose another run.dir or delete it"
-            )
-    write_atomic(path, dump_toml(config, comments=True).encode())
+    refuse_other(config)
+    write_atomic(folder / "config.toml", dump_toml(config, comments=True).encode())
+
+
+def refuse_other(config: RunConfig) -> None:
+    """Raise ConfigError if the folder holds a run of another configuration; looks, and changes nothing."""
+    path = config.dir / "config.toml"
+    changed = changes(load_toml(path), to_dict(config)) if path.exists() else {}
+    if changed:
+        shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise ConfigError(
+            f"{config.dir}: holds a run of another configuration ({shown}{more}); choose another run.dir or delete it"
+        )
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether the newest complete checkpoint is of the last step."""
+    newest = latest(config.dir / "checkpoints")
+    return newest is not None and step_of(newest) >= config.train.steps
 
 
 def keep_tokenizer(config: RunConfig) -> None:
@@ -83,35 +86,3 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[
         elif a != b:
             found[name] = (a, b)
     return found
-
-
-def write_facts(parts: Parts, peak: tuple[float, str]) -> None:
-    """run.json: the code, the machine, and the constants that turn times into MFU."""
-    config, model, sequence = parts.config, parts.config.model, parts.config.data.sequence_length
-    write_json(
-        config.dir / "run.json",
-        {
-            "name": config.name,
-            "code_version": code_version(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-            "device": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu",
-            "cpu": cpu_name(),
-            "command": sys.argv,
-            "mesh": {axis: parts.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")},
-            "world_size": parts.mesh.world,
-            "threads": torch.get_num_threads(),
-            "peak_flops": peak[0],
-            "peak_source": peak[1],
-            "num_parameters": num_parameters(model),
-            "flops_per_token_causal": flops_per_token(model, sequence, causal=True),
-            "flops_per_token_full": flops_per_token(model, sequence, causal=False),
-            "unigram_entropy_nats": parts.corpus["unigram_entropy_nats"],
-            "train_tokens": parts.corpus["train_tokens"],
-            "tokenizer": {k: parts.corpus[k] for k in ("kind", "fingerprint", "vocab_size", "path")},
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        },
-    )
-
-

@@ -23,6 +23,7 @@ from megafp8.parallel.launch import shutdown
 from megafp8.train import folder, metrics
 from megafp8.train.config import RunConfig
 from megafp8.train.evaluate import EvalResult, Evaluator
+from megafp8.train.facts import write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.progress import StepBar
 from megafp8.train.setup import Parts, build_parts, start_processes
@@ -104,7 +105,7 @@ class Run:
         if self.rank0:
             totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
             self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
-            folder.write_facts(parts, self.peak)
+            write_facts(parts, self.peak)
             folder.keep_tokenizer(config)
         if found is not None:
             event(logger, "resumed", step=self.step, checkpoint=str(self.saved))

@@ -152,6 +152,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(config, tmp_path, values, code
     assert "Traceback" not in done.stderr and not (tmp_path / "run/checkpoints").exists()
 
 
+def test_an_error_of_all_ranks_is_said_once(config):
+    done = megafp8("pretrain", config, "--nproc", "2", *overrides(data__tokenizer="/nowhere.model"), code=3)
+    assert done.stderr.count("/nowhere.model") == 1
+
+
 def test_nonfinite_loss_ends_with_its_own_code(config):
     done = megafp8("pretrain", config, *overrides(optimizer__lr=1e30, optimizer__clip_grad=0.0, train__steps=40,
                                                     train__max_nonfinite_steps=2), code=5)  # fmt: skip
