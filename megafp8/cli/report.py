@@ -22,8 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the page and say where it is."""
-    from megafp8.report import build
+    """Build the page; print its verdict, its headline table and where it is."""
+    from megafp8.report import build, summary
 
-    sys.stdout.write(f"{build(args.runs, args.out, args.title)}\n")
+    page = build(args.runs, args.out, args.title)
+    sys.stdout.write(f"{summary(args.runs)}\n\n{page}\n")
     return 0

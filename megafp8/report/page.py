@@ -53,6 +53,23 @@ def build(run_dirs: Sequence[Path | str], out_dir: Path | str, title: str = "") 
     return out / "report.html"
 
 
+def summary(run_dirs: Sequence[Path | str]) -> str:
+    """The page's verdict and headline table as plain text, for a terminal.
+
+    Raises:
+        DataError: as `build`.
+    """
+    runs = read_runs([Path(folder) for folder in run_dirs])
+    others = [difference(run, runs[0]) for run in runs[1:]]
+    lines = [*verdict(runs, others), ""]
+    table = [("", *(run.name for run in runs)), *((row.label, *row.values) for row in rows(runs, others))]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for label, *values in table:
+        cells = [f"{value:>{width}}" for value, width in zip(values, widths[1:])]
+        lines.append("  ".join([f"{label:<{widths[0]}}", *cells]))
+    return "\n".join(lines)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True

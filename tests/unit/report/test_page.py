@@ -140,7 +140,9 @@ def test_command_prints_the_page_and_refuses_in_one_line(
     two_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(two_runs / "fp8"), "--out", str(tmp_path / "out"), "--title", "T"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'report.html'}\n"
+    first, *table, page = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert page == str(tmp_path / "out" / "report.html") and "below the unigram entropy" in first
+    assert any(line.startswith("Final validation loss") for line in table)
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "new")]) == 3
     error = capsys.readouterr().err
     assert re.fullmatch(r"megafp8 report: error: .*no run folder.*\n", error)
