@@ -69,7 +69,7 @@ def test_a_dim_that_does_not_divide_is_a_programmers_error():
 
 
 def test_a_large_piece_is_drawn_in_parts_with_the_same_values():
-    layout = Layout((700, 3000))  # more than one chunk of 2^20 elements, not a multiple of it
+    layout = Layout((700, 3000))  # many chunks of elements, not a multiple of it
     whole = fill_normal_(torch.empty(700, 3000), seed=9, layout=layout, mesh=Axis(1, 0), std=1.0)
     index = torch.arange(700 * 3000).view(700, 3000)
     assert torch.equal(whole, normal_at(9, index))
