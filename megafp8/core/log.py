@@ -17,7 +17,7 @@ _SECRET_VALUE = re.compile(r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|(?<=://)
 _state = {"rank": 0}
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.StreamHandler):
     """Writes to what sys.stderr is at that moment: a progress bar puts its own there, to keep lines above it."""
 
     def __init__(self) -> None:
