@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"cores               {os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     print(f"C++ compiler        {compiler or 'none: torch.compile is not used'}")
-    for name in ("auto", "emulated", "native", "te"):
+    for name in ("auto", "emulated", "native"):
         try:
             backend = fp8.backend(name)
-            print(f"FP8 backend {name:<8}{backend.name}: {backend.reason}")
+            print(f"FP8 {name:<15} {backend.name}: {backend.reason}")
         except ConfigError as error:
-            print(f"FP8 backend {name:<8}refused: {error}")
+            print(f"FP8 {name:<15} refused: {error}")
     free = shutil.disk_usage(".").free
     print(f"free disk here      {free / 2**30:.1f} GiB")
     return 0

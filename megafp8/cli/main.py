@@ -22,7 +22,7 @@ EPILOG = """examples:
   megafp8 preprocess examples/tiny_cpu/corpus.toml       text -> .bin/.idx
   megafp8 check examples/llama3_8b/pretrain.toml          dry run: ranks, memory, tokens
   torchrun --nproc-per-node 2 -m megafp8 pretrain examples/tiny_cpu/pretrain.toml
-  megafp8 report runs/tiny-bf16 runs/tiny-fp8 --out runs/report
+  megafp8 report runs/tiny/bf16 runs/tiny/fp8 --out runs/tiny/report
 
 exit codes:
 """ + "\n".join(f"  {code:<3} {text}" for code, text in EXIT_CODES.items())
