@@ -18,7 +18,9 @@ from types import FrameType
 
 from megafp8.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
-_GRACE_SECONDS = 30.0
+# What the other ranks get once one has failed, by seconds since: the second SIGTERM is the one that a rank obeys at
+# once, and two sent together could arrive as one.
+_AFTER_A_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGTERM), (30.0, signal.SIGKILL))
 
 # The read end of a pipe whose write end only the launcher holds: it ends when the launcher does, however that ends.
 LIFELINE = "MEGAFP8_LIFELINE_FD"
@@ -67,7 +69,7 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
     """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the first failing exit code.
 
     The signals SIGTERM, SIGINT and SIGUSR1 are passed on, SIGHUP as SIGTERM. Ranks that outlive a failed one get
-    SIGTERM, and SIGKILL after 30 s. If this process is killed, its ranks stop at once: see `leave_with_launcher`.
+    SIGTERM twice, and SIGKILL after 30 s. If this process is killed, its ranks stop at once: see `leave_with_launcher`.
     """
     port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
     lifeline, held = os.pipe()
@@ -102,20 +104,18 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    failed, deadline = 0, float("inf")
+    failed, since = 0, 0.0
+    left = list(_AFTER_A_FAILURE)
     while any(process.poll() is None for process in ranks):
-        for process in ranks:
-            code = process.poll()
-            if not failed and code not in (None, 0, EXIT_PREEMPTED):
-                failed, deadline = code, time.monotonic() + _GRACE_SECONDS
-                for other in ranks:
-                    if other.poll() is None:
-                        other.terminate()
-                        other.terminate()
-        if time.monotonic() > deadline:
+        if not failed:
+            codes = [process.poll() for process in ranks]
+            failed = next((code for code in codes if code not in (None, 0, EXIT_PREEMPTED)), 0) or 0
+            since = time.monotonic()
+        elif left and time.monotonic() - since >= left[0][0]:
+            number = left.pop(0)[1]
             for process in ranks:
-                process.kill()
+                if process.poll() is None:
+                    process.send_signal(number)
         time.sleep(0.05)
-    codes = [process.returncode for process in ranks]
-    code = failed or next((c for c in codes if c), 0)
+    code = failed or next((process.returncode for process in ranks if process.returncode), 0)
     return 128 - code if code < 0 else code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ def test_a_killed_launcher_leaves_no_orphans(config, tmp_path):
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
     process.communicate()
+
+
+def test_a_killed_rank_ends_the_run_soon(config, tmp_path):
+    import psutil
+
+    process = start("pretrain", config, "--nproc", "2", *overrides(train__steps=100000))
+    wait_for(lambda: len(records(tmp_path / "run")) >= 1, process)
+    victim = psutil.Process(process.pid).children()[1]
+    victim.kill()
+    begin = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode != 0 and time.monotonic() - begin < 15  # its peer sees the connection end, at once
+    assert all(r["loss"] > 0 for r in records(tmp_path / "run"))
 
 
 def test_resumes_on_another_mesh(config, data, tmp_path):

@@ -27,7 +27,7 @@ def _config(tmp_path: Path, *overrides: str):
 def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
     folder.prepare(_config(tmp_path))
     before = (tmp_path / "run/config.toml").read_bytes()
-    with pytest.raises(ConfigError, match=r"optimizer\.lr was 0\.003, is 0\.5"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr was 0\.002, is 0\.5"):
         folder.prepare(_config(tmp_path, "--optimizer.lr", "0.5"))
     assert (tmp_path / "run/config.toml").read_bytes() == before
 
