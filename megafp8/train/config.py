@@ -16,7 +16,7 @@ from megafp8.core.config import apply_overrides, build, config_dataclass, load_t
 from megafp8.core.errors import ConfigError
 from megafp8.data.config import DataConfig
 from megafp8.models.config import ModelConfig, check_model
-from megafp8.nn.precision import PrecisionConfig
+from megafp8.nn.precision import FP8_MULTIPLE, PrecisionConfig
 from megafp8.optim.config import OptimizerConfig, check_schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
 
@@ -108,7 +108,21 @@ def check_run(config: RunConfig, world: int) -> list[str]:
     )
     if not mesh_problems:
         problems += _batch_problems(config.train, axis_sizes(config.parallel, world)["dp"])
+    problems += _token_problems(config)
     return problems + check_schedule(config.optimizer, config.train.steps)
+
+
+def _token_problems(config: RunConfig) -> list[str]:
+    """The weight gradient sums over the tokens of a micro-batch, so they too are a dim of an FP8 GEMM."""
+    tokens = config.train.micro_batch * config.data.sequence_length
+    if config.precision.recipe == "none" or tokens % FP8_MULTIPLE == 0:
+        return []
+    near = config.data.sequence_length // FP8_MULTIPLE * FP8_MULTIPLE
+    choices = ", ".join(str(n) for n in (near, near + FP8_MULTIPLE) if n)
+    return [
+        f"train.micro_batch {config.train.micro_batch} x data.sequence_length {config.data.sequence_length} = {tokens} "
+        f"tokens are not a multiple of {FP8_MULTIPLE}, as FP8 needs; nearest data.sequence_length: {choices}"
+    ]
 
 
 def _batch_problems(train: TrainSection, dp: int) -> list[str]:

@@ -53,6 +53,13 @@ def test_a_sequence_longer_than_the_model_takes_is_refused():
     assert any("512" in p and "max_sequence_length" in p for p in check_run(config, 1))
 
 
+def test_tokens_that_fp8_cannot_take():
+    odd = ["--data.sequence_length", "250", "--train.micro_batch", "2"]
+    assert check_run(load_run_config(TINY, odd), 1) == []
+    (problem,) = check_run(load_run_config(TINY, [*odd, "--precision.recipe", "delayed"]), 1)
+    assert "= 500 tokens are not a multiple of 16, as FP8 needs; nearest data.sequence_length: 240, 256" in problem
+
+
 def test_axes_that_come_later_are_refused_by_name():
     config = load_run_config(TINY, ["--parallel.pp", "2", "--parallel.cp", "2"])
     text = "\n".join(check_run(config, 4))
