@@ -12,7 +12,6 @@ from megafp8.core.errors import DataError
 from megafp8.data.config import DatasetConfig, dataset_name
 from megafp8.data.loader import Loader
 from megafp8.data.sources import open_stream
-from megafp8.data.tokenizer import load_tokenizer
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.train.setup import Parts
 from megafp8.train.step import to_device
@@ -43,7 +42,7 @@ class Evaluator:
         config = self._parts.config
         stream = open_stream(
             source.path,
-            tokenizer=load_tokenizer(config.data.tokenizer),
+            tokenizer=self._parts.tokenizer,
             sequence_length=config.data.sequence_length,
             seed=0,
         )
@@ -58,7 +57,7 @@ class Evaluator:
             global_batch=config.train.micro_batch,
             dp_rank=0,
             dp_size=1,
-            eod_id=self._parts.corpus["eod_id"],
+            eod_id=self._parts.tokenizer.eod_id,
             document_mask=config.data.document_mask,
             mask_eod_loss=config.data.mask_eod_loss,
             vocab_size=config.model.vocab_size,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint import prune
+from megafp8.checkpoint.folders import step_of
 from megafp8.core import log
 from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.log import event, get_logger
@@ -93,6 +94,8 @@ class Run:
         self.evaluate = Evaluator(parts)
         self.gpu = GpuReadings(parts.device)
         self.tokens_per_step = config.train.global_batch * config.data.sequence_length
+        model, sequence = config.model, config.data.sequence_length
+        self.flops_per_token = tuple(flops_per_token(model, sequence, causal=causal) for causal in (True, False))
         self.peak = peak_flops(parts.device, parts.dtype)
         self._resume()
         self.writer = metrics.MetricsWriter(config.dir, enabled=self.rank0, tensorboard=config.log.tensorboard)
@@ -153,7 +156,7 @@ class Run:
         self.recent.append(seconds)
         tokens = self.tokens_per_step
         per_rank = tokens / seconds / parts.mesh.world
-        causal, full = (flops_per_token(config.model, config.data.sequence_length, causal=c) for c in (True, False))
+        causal, full = self.flops_per_token
         elapsed = self.run_seconds + time.perf_counter() - self.began
         record: dict[str, Any] = {
             "consumed_samples": parts.loader.consumed_samples,
@@ -213,7 +216,7 @@ class Run:
         return bool(flag.item()) and self.step < self.parts.config.train.steps
 
     def _preempted(self) -> RunResult:
-        if self.saved is None or not self.saved.name.endswith(f"{self.step:08}"):
+        if self.saved is None or step_of(self.saved) != self.step:
             self.save()
         event(logger, "stopped by a signal; run the same command again to go on", signal=self.stop.received or "peer")
         self.writer.write("event", self.step, event="preempted", signal=self.stop.received or "peer")

@@ -5,6 +5,7 @@ The environment is read here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from collections.abc import Mapping
@@ -22,12 +23,12 @@ from megafp8.data.blend import Blend
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.loader import Loader
 from megafp8.data.sources import check_tokenizer, open_blend
-from megafp8.data.tokenizer import load_tokenizer
+from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models import build
 from megafp8.models.decoder import Decoder
 from megafp8.optim.adamw import AdamW
 from megafp8.parallel.buckets import GradBuckets
-from megafp8.parallel.launch import init_distributed
+from megafp8.parallel.launch import init_distributed, read_launch
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.train.config import RunConfig, refuse_broken
 from megafp8.train.local_ranks import leave_with_launcher
@@ -50,6 +51,7 @@ class Parts:
     buckets: GradBuckets
     optimizer: AdamW
     loader: Loader
+    tokenizer: Tokenizer
     corpus: dict[str, Any]
 
     @property
@@ -63,8 +65,7 @@ def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
     env = dict(os.environ)
     leave_with_launcher(env)
     on_gpu = torch.cuda.is_available()
-    world = int(env.get("WORLD_SIZE", env.get("SLURM_STEP_NUM_TASKS", "1")))
-    refuse_broken(config, world)
+    refuse_broken(config, read_launch(env).world)
     info = init_distributed("cuda" if on_gpu else "cpu", env, timeout_seconds=config.train.timeout_seconds)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -79,7 +80,8 @@ def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
 
 def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
     """Build model, optimizer and data for this rank; every log line of a choice is written here."""
-    corpus = check_corpus(config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    corpus = check_corpus(config, tokenizer)
     dtype = DTYPES[config.precision.dtype]
     model = build(
         config.model,
@@ -89,39 +91,39 @@ def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
         dtype=dtype,
         device=device,
         recompute=config.train.recompute,
-        compile_layers=wants_compile(config, device),
+        compile_layers=wants_compile(config),
     )
     named = list(model.named_parameters())
     buckets = GradBuckets(named, mesh)
     optimizer = AdamW(named, config.optimizer, mesh)
-    loader = train_loader(config, mesh, corpus)
+    loader = train_loader(config, mesh, tokenizer)
     event(logger, "mesh", mesh=str(mesh), device=str(device), threads=torch.get_num_threads())
-    return Parts(config, mesh, device, dtype, model, named, buckets, optimizer, loader, corpus)
+    return Parts(config, mesh, device, dtype, model, named, buckets, optimizer, loader, tokenizer, corpus)
 
 
-def wants_compile(config: RunConfig, device: torch.device) -> bool:
+def wants_compile(config: RunConfig) -> bool:
     """Whether layers are compiled: as told, and by `auto` in bf16 only, where it pays (docs/performance.md)."""
     if config.train.compile != "auto":
         return config.train.compile == "on"
     return config.precision.dtype == "bf16"
 
 
-def train_loader(config: RunConfig, mesh: Mesh, corpus: Mapping[str, Any]) -> Loader:
+def train_loader(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer) -> Loader:
     """The loader of this rank's micro-batches; set `consumed_samples` to go on from there."""
     return Loader(
-        open_train(config),
+        open_train(config, tokenizer),
         micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch,
         dp_rank=mesh.coord("dp"),
         dp_size=mesh.size("dp"),
-        eod_id=corpus["eod_id"],
+        eod_id=tokenizer.eod_id,
         document_mask=config.data.document_mask,
         mask_eod_loss=config.data.mask_eod_loss,
         vocab_size=config.model.vocab_size,
     )
 
 
-def check_corpus(config: RunConfig) -> dict[str, Any]:
+def check_corpus(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Hold every dataset against the tokenizer and the tokenizer against the model; cheap, nothing is read whole.
 
     Returns:
@@ -132,7 +134,6 @@ def check_corpus(config: RunConfig) -> dict[str, Any]:
         DataError: a set is missing, damaged or of another tokenizer.
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of "
@@ -154,16 +155,17 @@ def check_corpus(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def open_train(config: RunConfig) -> Blend:
+def open_train(config: RunConfig, tokenizer: Tokenizer) -> Blend:
     """The training datasets as one endless stream of samples."""
     return open_blend(
         config.data.train,
-        tokenizer=load_tokenizer(config.data.tokenizer),
+        tokenizer=tokenizer,
         sequence_length=config.data.sequence_length,
         seed=seed_for(config.run.seed, "data"),
     )
 
 
+@functools.cache  # it starts git, and every checkpoint asks
 def code_version() -> str:
     """The package's version, with the commit and a `+dirty` mark when it runs from a git checkout."""
     root = Path(__file__).resolve().parents[2]
