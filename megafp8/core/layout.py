@@ -7,7 +7,7 @@ only a partial sum. Optimizer, clip, checkpoint and converters read it and nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,6 +21,8 @@ class AxisSizes(Protocol):
 
     def coord(self, axis: str) -> int: ...
 
+    def place(self, axes: tuple[str, ...]) -> tuple[int, int]: ...
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -31,14 +33,40 @@ class Layout:
         split: {dim: axis}; dim `dim` is cut into equal contiguous parts over mesh axis `axis`.
         grad_sum: axes, besides the data-parallel ones, over which ranks hold partial gradients of the same
             element (the norm weights under sequence parallelism: "tp").
+        zero_dim: this dim of the piece is cut once more over the replicas (`data_axes`), as ZeRO does with
+            optimizer state; torch.chunk's rule, so the last parts may be smaller or empty. None: not cut.
     """
 
     shape: tuple[int, ...]
     split: Mapping[int, str] = field(default_factory=dict)
     grad_sum: tuple[str, ...] = ()
+    zero_dim: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", MappingProxyType(dict(self.split)))
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether this belongs to experts, whose replicas are others than those of the dense layers."""
+        return "ep" in self.split.values()
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes along which replicas of the piece see different data; their gradients are summed."""
+        return ("edp",) if self.is_expert else ("dp", "cp")
+
+    @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold the same piece; the one at 0 along all of them counts and saves it."""
+        split = self.split.values()
+        if self.is_expert:
+            model_axes = ("ep", "etp")
+        else:
+            model_axes = ("kvtp", "kvrep") if "kvtp" in split else ("tp",)
+        copies = tuple(axis for axis in model_axes if axis not in split)
+        if self.zero_dim is None:
+            copies += self.data_axes
+        return copies + tuple(axis for axis in self.grad_sum if axis == "embedding")
 
     def local_shape(self, mesh: AxisSizes) -> tuple[int, ...]:
         """Shape of this rank's piece."""
@@ -52,12 +80,23 @@ class Layout:
             parts, index = (mesh.size(axis), mesh.coord(axis)) if axis else (1, 0)
             assert size % parts == 0, f"dim {dim} of {self.shape} does not divide by {axis} {parts}"
             step = size // parts
-            slices.append(slice(index * step, (index + 1) * step))
+            piece = slice(index * step, (index + 1) * step)
+            slices.append(_chunk(piece, *mesh.place(self.data_axes)) if dim == self.zero_dim else piece)
         return tuple(slices)
 
     def replicated(self) -> Layout:
         """The same global tensor, whole on every rank."""
         return Layout(self.shape)
+
+    def with_zero(self, dim: int | None) -> Layout:
+        """The same piece, cut further along `dim` over the replicas; None: not cut."""
+        return replace(self, zero_dim=dim)
+
+
+def _chunk(piece: slice, index: int, parts: int) -> slice:
+    """Part `index` of a piece cut as torch.chunk cuts: parts of equal size, rounded up; the last may be empty."""
+    step = -(-(piece.stop - piece.start) // parts)
+    return slice(min(piece.start + index * step, piece.stop), min(piece.start + (index + 1) * step, piece.stop))
 
 
 def stamp(parameter: torch.Tensor, layout: Layout) -> None:

@@ -35,8 +35,7 @@ def grad_norm(named_params: Sequence[tuple[str, torch.nn.Parameter]], mesh: Mesh
     copies: list[torch.Tensor] = []
     once = {id(param): param for _, param in named_params if param.requires_grad}
     for param in once.values():
-        split = layout_of(param).split.values()
-        owner = all(mesh.coord(axis) == 0 for axis in RANK_ORDER if axis not in split)
+        owner = all(mesh.coord(axis) == 0 for axis in layout_of(param).copy_axes)
         (counted if owner else copies).append(param.main_grad)  # type: ignore[attr-defined]
     device = next(iter(once.values())).device
     mine, others = _square_sum(counted, device), _square_sum(copies, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megafp8.core.errors import ConfigError
 from megafp8.parallel.mesh_config import (
     AXES,
+    DEFAULT_ORDER,
+    EXPERT_AXES,
+    PSEUDO_AXES,
     RANK_ORDER,
     ParallelConfig,
     axis_sizes,
@@ -25,10 +28,11 @@ class Mesh:
     """Where this rank stands, and whom it talks to.
 
     Attributes:
-        sizes: ranks along each axis of "pp", "dp", "cp", "tp", "ep".
+        sizes: ranks along each axis of `mesh_config.AXES` and `PSEUDO_AXES`.
         rank, world: this process and how many there are.
-        groups: process groups by axes, in Megatron's rank order; only axes larger than 1.
+        groups: process groups by axes (those larger than 1, sorted by name).
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
+        order: the axes from the fastest on.
     """
 
     sizes: Mapping[str, int]
@@ -36,11 +40,16 @@ class Mesh:
     world: int = 1
     groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     sequence_parallel: bool = False
+    order: str = DEFAULT_ORDER
+    _coords: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_coords", coordinates(self.sizes, self.rank, self.order))
 
     @staticmethod
     def single() -> Mesh:
         """The mesh of one process; needs no torch.distributed."""
-        return Mesh(dict.fromkeys(AXES, 1))
+        return Mesh(dict.fromkeys((*AXES, *PSEUDO_AXES), 1))
 
     def size(self, axis: str) -> int:
         """Ranks along `axis`."""
@@ -48,51 +57,95 @@ class Mesh:
 
     def coord(self, axis: str) -> int:
         """This rank's place along `axis`, from 0."""
-        return coordinates(self.sizes, self.rank)[axis]
+        return self._coords[axis]
+
+    def place(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """This rank's number in the group of `axes`, and how many ranks that has; (0, 1) if it is alone."""
+        group = self.group_of(axes)
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks along `axis` through this one, ascending; None if it is alone."""
         return self.group_of((axis,))
 
     def group_of(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one only along `axes`, ascending; None if it is alone."""
-        assert all(axis in AXES for axis in axes), f"{axes} are not all of {AXES}"
-        wanted = tuple(axis for axis in RANK_ORDER if axis in axes and self.sizes[axis] > 1)
+        """The ranks that differ from this one only along `axes`, ascending; None if it is alone.
+
+        `axes` are of one basis (see `mesh_config`): dense axes, "kvtp", "kvrep" and "embedding", or the experts'.
+        """
+        assert all(axis in self.sizes for axis in axes), f"{axes} are not all of {tuple(self.sizes)}"
+        wanted = _key(axis for axis in axes if self.sizes[axis] > 1)
         return self.groups[wanted] if wanted else None
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{axis}={self.sizes[axis]}" for axis in AXES)
-        coords = " ".join(f"{axis}={self.coord(axis)}" for axis in AXES if self.sizes[axis] > 1)
+        shown = [axis for axis in AXES[:5] if axis in self.sizes]
+        if self.sizes["etp"] != self.sizes["tp"]:
+            shown.append("etp")
+        sizes = " ".join(f"{axis}={self.sizes[axis]}" for axis in shown)
+        coords = " ".join(f"{axis}={self.coord(axis)}" for axis in shown if self.sizes[axis] > 1)
         return f"Mesh({sizes}; rank {self.rank} of {self.world}{' at ' + coords if coords else ''})"
 
 
-def build_mesh(config: ParallelConfig, world: int) -> Mesh:
+def build_mesh(
+    config: ParallelConfig, world: int, *, kv_heads: int | None = None, tied_embeddings: bool = False
+) -> Mesh:
     """Make the mesh of `world` processes; collective: every rank calls it with the same arguments.
 
     `init_distributed` comes first where world > 1.
 
+    Args:
+        kv_heads: the model's key/value heads; where they are fewer than tp, ranks share them (axes kvtp, kvrep).
+        tied_embeddings: the output layer uses the embedding's weight (axis "embedding" over the two stages).
+
     Raises:
-        ConfigError: the sizes do not fit or an axis is not in this version; all problems, a line each.
+        ConfigError: the sizes do not fit; all problems, a line each.
     """
     problems = check_mesh(config, world)
     if problems:
         raise ConfigError("\n".join(problems))
-    sizes = axis_sizes(config, world)
+    sizes = axis_sizes(config, world, kv_heads=kv_heads, tied_embeddings=tied_embeddings)
     if world == 1:
-        return Mesh(sizes)
+        return Mesh(sizes, order=config.order)
     assert dist.is_initialized() and dist.get_world_size() == world, "init_distributed comes first"
     sequence_parallel = config.sequence_parallel and sizes["tp"] > 1
-    return Mesh(sizes, dist.get_rank(), world, _new_groups(sizes), sequence_parallel)
+    groups = _new_groups(sizes, config.order)
+    return Mesh(sizes, dist.get_rank(), world, groups, sequence_parallel, config.order)
 
 
-def _new_groups(sizes: Mapping[str, int]) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    # new_group is collective: every rank creates every group, in one order, its own or not.
-    large = [axis for axis in RANK_ORDER if sizes[axis] > 1]
+def _key(axes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(axes)))
+
+
+def _subsets(axes: Iterable[str]) -> list[tuple[str, ...]]:
+    axes = list(axes)
+    return [subset for count in range(1, len(axes) + 1) for subset in combinations(axes, count)]
+
+
+def _wanted_axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Every set of axes that someone may ask a group of, each once."""
+    data = [axis for axis in ("cp", "dp") if sizes[axis] > 1]
+    wanted = _subsets(axis for axis in RANK_ORDER if sizes[axis] > 1)
+    wanted += _subsets(axis for axis in EXPERT_AXES if sizes[axis] > 1)
+    if sizes["kvrep"] > 1:
+        wanted += [axes for axes in _subsets([*data, "kvrep"]) if "kvrep" in axes]
+    if sizes["embedding"] > 1:
+        wanted += [axes for axes in _subsets([*data, "embedding"]) if "embedding" in axes]
+    if sizes["kvtp"] > 1:
+        wanted.append(("kvtp",))
+    return list(dict.fromkeys(_key(axes) for axes in wanted))
+
+
+def _new_groups(sizes: Mapping[str, int], order: str) -> dict[tuple[str, ...], dist.ProcessGroup]:
+    # Only members make a group, all in one order; axes that give the same ranks share it.
+    rank = dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     groups = {}
-    for count in range(1, len(large) + 1):
-        for axes in combinations(large, count):
-            for ranks in peers(sizes, axes):
-                group = dist.new_group(ranks, group_desc="x".join(axes))
-                if dist.get_rank() in ranks:
-                    groups[axes] = group
+    for axes in _wanted_axes(sizes):
+        mine = [ranks for ranks in peers(sizes, axes, order) if rank in ranks]
+        if not mine:
+            continue
+        key = tuple(mine[0])
+        if key not in made:
+            made[key] = dist.new_group(list(key), use_local_synchronization=True, group_desc="x".join(axes))
+        groups[axes] = made[key]
     return groups

@@ -23,6 +23,9 @@ class Axis:
     def coord(self, axis: str) -> int:
         return self._coord
 
+    def place(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        return self._coord, self._size
+
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("parts", [2, 4])
@@ -73,3 +76,23 @@ def test_a_large_piece_is_drawn_in_parts_with_the_same_values():
     whole = fill_normal_(torch.empty(700, 3000), seed=9, layout=layout, mesh=Axis(1, 0), std=1.0)
     index = torch.arange(700 * 3000).view(700, 3000)
     assert torch.equal(whole, normal_at(9, index))
+
+
+@pytest.mark.parametrize("size, parts", [(8, 4), (7, 4), (5, 4), (3, 4), (9, 2)])
+def test_zero_pieces_are_cut_as_torch_chunks(size, parts):
+    whole = torch.arange(size * 2).view(size, 2)
+    layout = Layout((size, 2), zero_dim=0)
+    pieces = [whole[layout.local_slices(Axis(parts, coord))] for coord in range(parts)]
+    expected = whole.chunk(parts)
+    assert all(torch.equal(piece, part) for piece, part in zip(pieces, expected))
+    assert all(piece.numel() == 0 for piece in pieces[len(expected) :])
+
+
+def test_who_holds_copies_follows_from_the_label():
+    assert Layout((4, 4), {0: "tp"}).copy_axes == ("dp", "cp")
+    assert Layout((4,), grad_sum=("tp",)).copy_axes == ("tp", "dp", "cp")
+    assert Layout((4, 4), {0: "kvtp"}, grad_sum=("kvrep",)).copy_axes == ("kvrep", "dp", "cp")
+    assert Layout((4, 4), {0: "tp"}, grad_sum=("embedding",)).copy_axes == ("dp", "cp", "embedding")
+    assert Layout((4, 4, 4), {0: "ep", 1: "etp"}).copy_axes == ("edp",)
+    assert Layout((4, 4, 4), {0: "ep"}).copy_axes == ("etp", "edp")
+    assert Layout((4, 4), {0: "tp"}).with_zero(1).copy_axes == ()

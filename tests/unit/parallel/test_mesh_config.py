@@ -26,24 +26,47 @@ def test_a_mesh_that_fits_has_no_problems(sizes, world):
 @pytest.mark.parametrize(
     ("sizes", "world", "line"),
     [
-        ({"pp": 2}, 2, "parallel.pp = 2: pipeline parallelism comes later; use pp = 1"),
-        ({"cp": 4}, 4, "parallel.cp = 4: context parallelism comes later; use cp = 1"),
-        ({"ep": 2}, 2, "parallel.ep = 2: expert parallelism comes later; use ep = 1"),
-        ({"dp_shard": "nome"}, 2, "parallel.dp_shard = 'nome' is not one of: none; nearest: none"),
-        ({"dp_shard": "optimizer"}, 2, "parallel.dp_shard = 'optimizer' is not one of: none"),
-        ({"tp": 4}, 6, "parallel.tp = 4 does not divide 6 processes; nearest: 3 or 6"),
-        ({"tp": 3}, 1, "parallel.tp = 3 does not divide 1 processes; nearest: 1"),
+        ({"tp": 4}, 6, "parallel tp 4 does not divide 6 processes; nearest: tp = 3 or 6"),
+        ({"tp": 3}, 1, "parallel tp 3 does not divide 1 processes; nearest: tp = 1"),
+        (
+            {"pp": 2, "cp": 2, "tp": 3},
+            8,
+            "parallel pp 2 x cp 2 x tp 3 = 12 does not divide 8 processes; nearest: tp = 2",
+        ),
+        (
+            {"pp": 3, "tp": 3},
+            8,
+            "parallel pp 3 x tp 3 = 9 does not divide 8 processes; nearest: tp = 2, cp = 1, pp = 2",
+        ),
         (
             {"dp": 3, "tp": 2},
             8,
-            "parallel.dp 3 x tp 2 = 6, but there are 8 processes; "
+            "parallel dp 3 x tp 2 = 6, but there are 8 processes; "
             "use dp = 4 (or 0 for all that are left), or start 6 processes",
         ),
         (
             {"dp": 2, "tp": 3},
             8,
-            "parallel.dp 2 x tp 3 = 6, but there are 8 processes; "
-            "use dp = 0 with tp = 2 or 4, or start 6 processes",
+            "parallel dp 2 x tp 3 = 6, but there are 8 processes; "
+            "use dp = 0 with nearest: tp = 2 or 4, or start 6 processes",
+        ),
+        (
+            {"ep": 3},
+            4,
+            "parallel.ep 3 x etp 1 does not divide the 4 ranks of dp x cp x tp; nearest: ep = 2 or 4",
+        ),
+        ({"etp": 3}, 4, "parallel.etp = 3 does not divide the 4 ranks of dp x cp x tp; nearest: etp = 2 or 4"),
+        (
+            {"pp": 2, "cp": 2, "ep": 2, "order": "tp-cp-pp-ep-dp"},
+            8,
+            "parallel.order = 'tp-cp-pp-ep-dp': with ep 2 the experts' ranks would lie across pipeline stages; "
+            "put pp last, as in 'tp-cp-ep-dp-pp'",
+        ),
+        (
+            {"order": "tp-cp-dp-pp"},
+            1,
+            "parallel.order = 'tp-cp-dp-pp' must name each of tp, cp, ep, dp, pp once, joined by -; "
+            "nearest: tp-cp-ep-dp-pp",
         ),
         ({}, 0, "world = 0: at least one process is needed"),
     ],
@@ -52,13 +75,17 @@ def test_each_rule_says_the_value_and_the_way_out(sizes, world, line):
     assert check_mesh(ParallelConfig(**sizes), world) == [line]
 
 
-def test_all_problems_come_at_once_and_their_hints_work_together():
-    problems = check_mesh(ParallelConfig(pp=2, cp=2, ep=2, tp=3, dp_shard="full"), 4)
-    assert len(problems) == 5
-    assert check_mesh(ParallelConfig(tp=2), 4) == []  # what the five lines lead to
+def test_all_problems_come_at_once() -> None:
+    problems = check_mesh(ParallelConfig(tp=3, order="tp"), 4)
+    assert len(problems) == 2
     with pytest.raises(ConfigError) as caught:
-        build_mesh(ParallelConfig(pp=2, tp=3), 4)
-    assert len(str(caught.value).splitlines()) == 2
+        build_mesh(ParallelConfig(tp=3, order="tp"), 4)
+    assert str(caught.value).splitlines() == problems
+
+
+def test_a_word_that_is_no_choice_is_refused_by_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"dp_shard"):
+        build(ParallelConfig, {"dp_shard": "optimiser"})
 
 
 def test_wrong_types_and_signs_are_refused_by_the_config():
@@ -66,17 +93,66 @@ def test_wrong_types_and_signs_are_refused_by_the_config():
         build(ParallelConfig, {"tp": 0, "dp": -1})
 
 
+def sizes_of(world: int, *, kv_heads: int | None = None, tied: bool = False, **axes) -> dict[str, int]:
+    return axis_sizes(ParallelConfig(**axes), world, kv_heads=kv_heads, tied_embeddings=tied)
+
+
 def test_rank_order_is_megatrons():
-    sizes = {"pp": 2, "dp": 2, "cp": 2, "tp": 2, "ep": 1}
-    assert coordinates(sizes, 1) == {"ep": 0, "tp": 1, "cp": 0, "dp": 0, "pp": 0}
-    assert coordinates(sizes, 14) == {"ep": 0, "tp": 0, "cp": 1, "dp": 1, "pp": 1}
+    sizes = sizes_of(16, pp=2, cp=2, tp=2)
+    assert {a: coordinates(sizes, 1)[a] for a in ("tp", "cp", "dp", "pp")} == {"tp": 1, "cp": 0, "dp": 0, "pp": 0}
+    assert {a: coordinates(sizes, 14)[a] for a in ("tp", "cp", "dp", "pp")} == {"tp": 0, "cp": 1, "dp": 1, "pp": 1}
     assert peers(sizes, ("tp",))[0] == [0, 1] and peers(sizes, ("pp",))[0] == [0, 8]
     assert peers(sizes, ("dp", "tp"))[0] == [0, 1, 4, 5]
 
 
-@pytest.mark.parametrize("axes", [("tp",), ("dp",), ("cp", "dp"), ("tp", "cp", "dp", "pp")])
+def test_another_order():
+    sizes = sizes_of(8, pp=2, tp=2)
+    assert peers(sizes, ("pp",), "tp-cp-ep-pp-dp")[0] == [0, 2]
+    assert peers(sizes, ("dp",), "tp-cp-ep-pp-dp")[0] == [0, 4]
+
+
+def test_experts_reuse_the_ranks_of_dp_and_cp():
+    # Megatron's docs: world 8, tp 2, dp 4, ep 2, etp = tp: expert groups are strided by tp
+    sizes = sizes_of(8, tp=2, ep=2)
+    assert (sizes["etp"], sizes["ep"], sizes["edp"]) == (2, 2, 2)
+    assert peers(sizes, ("etp",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert peers(sizes, ("ep",))[:2] == [[0, 2], [1, 3]]
+    assert peers(sizes, ("edp",))[:2] == [[0, 4], [1, 5]]
+
+
+def test_experts_may_be_split_otherwise_than_the_dense_layers():
+    sizes = sizes_of(8, tp=4, ep=8, etp=1)
+    assert (sizes["etp"], sizes["ep"], sizes["edp"], sizes["dp"]) == (1, 8, 1, 2)
+    assert peers(sizes, ("ep",)) == [list(range(8))]
+    sizes = sizes_of(16, pp=2, cp=2, tp=2, ep=4, etp=1)
+    assert peers(sizes, ("ep",))[0] == [0, 1, 2, 3] and peers(sizes, ("edp",))[0] == [0, 4]
+
+
+def test_ranks_share_kv_heads_where_these_are_fewer_than_tp():
+    sizes = sizes_of(8, tp=8, kv_heads=2)
+    assert (sizes["kvtp"], sizes["kvrep"]) == (2, 4)
+    assert peers(sizes, ("kvrep",)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert coordinates(sizes, 5)["kvtp"] == 1 and coordinates(sizes, 5)["kvrep"] == 1
+    sizes = sizes_of(4, tp=2, kv_heads=1)
+    assert peers(sizes, ("dp", "cp", "kvrep")) == [[0, 1, 2, 3]]
+
+
+def test_a_tied_weight_lies_on_the_first_and_the_last_stage():
+    sizes = sizes_of(8, pp=4, tied=True)
+    assert sizes["embedding"] == 2
+    assert peers(sizes, ("embedding",)) == [[0, 6], [1, 7]]
+    assert peers(sizes, ("embedding", "dp")) == [[0, 1, 6, 7]]
+    assert coordinates(sizes, 6)["embedding"] == 1
+    assert sizes_of(8, pp=4)["embedding"] == sizes_of(8, tied=True)["embedding"] == 1
+    # a V brings the last stage back to the first rank
+    assert sizes_of(8, pp=4, schedule="zb_v", tied=True)["embedding"] == 1
+
+
+@pytest.mark.parametrize(
+    "axes", [("tp",), ("dp",), ("cp", "dp"), ("tp", "cp", "dp", "pp"), ("ep",), ("edp", "pp"), ("kvrep",)]
+)
 def test_every_rank_is_in_exactly_one_group(axes):
-    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 4, "ep": 1}
+    sizes = sizes_of(24, pp=2, tp=4)
     assert sorted(rank for group in peers(sizes, axes) for rank in group) == list(range(24))
 
 
