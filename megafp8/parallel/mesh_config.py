@@ -146,7 +146,7 @@ def _expert_problems(config: ParallelConfig, world: int) -> list[str]:
         ]
     sizes = axis_sizes(config, world)
     dense, expert = (_stride(sizes, axes, "pp") for axes in _bases(config.order))
-    if config.pp > 1 and dense != expert:
+    if config.pp > 1 and not _experts_like_dense(sizes) and dense != expert:
         return [
             f"parallel.order = {config.order!r}: with ep {config.ep} the experts' ranks would lie across pipeline "
             f"stages; put pp last, as in {DEFAULT_ORDER!r}"
@@ -188,6 +188,11 @@ def _bases(order: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return dense, tuple(_EXPERT_NAMES.get(name, name) for name in names if name != "cp")
 
 
+def _experts_like_dense(sizes: Mapping[str, int]) -> bool:
+    """Whether experts are split as the dense layers are; then their axes are those of the dense basis, in any order."""
+    return sizes["ep"] == 1 and sizes["etp"] == sizes["tp"]
+
+
 def _stride(sizes: Mapping[str, int], axes: tuple[str, ...], axis: str) -> int:
     return math.prod(sizes[other] for other in axes[: axes.index(axis)])
 
@@ -198,8 +203,10 @@ def coordinates(sizes: Mapping[str, int], rank: int, order: str = DEFAULT_ORDER)
     for axes in _bases(order):
         for axis in axes:
             coords[axis] = rank // _stride(sizes, axes, axis) % sizes[axis]
-    coords["kvtp"], coords["kvrep"] = divmod(coords["tp"], sizes.get("kvrep", 1))
-    coords["embedding"] = int(sizes.get("embedding", 1) > 1 and coords["pp"] == sizes["pp"] - 1)
+    if _experts_like_dense(sizes):
+        coords |= {"etp": coords["tp"], "ep": 0, "edp": coords["dp"] * sizes["cp"] + coords["cp"]}
+    coords["kvtp"], coords["kvrep"] = divmod(coords["tp"], sizes["kvrep"])
+    coords["embedding"] = int(sizes["embedding"] > 1 and coords["pp"] == sizes["pp"] - 1)
     return coords
 
 
@@ -209,6 +216,9 @@ def peers(sizes: Mapping[str, int], axes: tuple[str, ...], order: str = DEFAULT_
     `axes` are of one basis, pseudo axes counting as dense. Ranks without a place in it (the stages between, for
     "embedding") are left out.
     """
+    if _experts_like_dense(sizes):
+        dense = {"etp": ("tp",), "ep": (), "edp": ("dp", "cp")}
+        axes = tuple(part for axis in axes for part in dense.get(axis, (axis,)))
     fixed = _fixed_axes(axes, order)
     world = math.prod(sizes[axis] for axis in RANK_ORDER)
     groups: dict[tuple[int, ...], list[int]] = {}

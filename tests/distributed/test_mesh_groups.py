@@ -15,7 +15,8 @@ from tests.distributed.ranks import run_ranks
 
 WANTED = [
     ("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("dp", "cp", "tp"), ("tp", "cp", "dp", "pp"), ("etp",), ("ep",),
-    ("edp",), ("ep", "etp"), ("edp", "ep", "etp"), ("kvrep",), ("dp", "cp", "kvrep"), ("embedding",), ("dp", "embedding"),
+    ("edp",), ("ep", "etp"), ("edp", "ep", "etp"), ("kvrep",), ("dp", "cp", "kvrep"), ("embedding",),
+    ("dp", "embedding"),
 ]  # fmt: skip
 MESHES: list[dict[str, Any]] = [
     {"pp": 2, "tp": 2, "dp": 2, "ep": 2},
