@@ -36,6 +36,8 @@ class Ranks(Protocol):
 
     def coord(self, axis: str) -> int: ...
 
+    def place(self, axes: tuple[str, ...]) -> tuple[int, int]: ...
+
 
 def save(
     root: Path | str,

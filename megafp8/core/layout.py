@@ -59,6 +59,7 @@ class Layout:
     def copy_axes(self) -> tuple[str, ...]:
         """Axes along which ranks hold the same piece; the one at 0 along all of them counts and saves it."""
         split = self.split.values()
+        model_axes: tuple[str, ...]
         if self.is_expert:
             model_axes = ("ep", "etp")
         else:
