@@ -6,6 +6,7 @@ what is written out wins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,7 @@ from pydantic_core import ArgsKwargs
 from megafp8.core.config import config_dataclass
 from megafp8.core.errors import ConfigError
 from megafp8.models.families import FAMILIES, preset
+from megafp8.models.moe_config import MoEConfig, check_experts, nearest_divisors, with_widths
 from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms
 
 _Rate = Annotated[float, Field(ge=0, lt=1, description="share of elements dropped")]
@@ -71,6 +73,7 @@ class ModelConfig:
     hidden_dropout: _Rate = 0.0
     attention_dropout: _Rate = 0.0
     init_std: Annotated[float, Field(gt=0, description="of weights; out and down get / sqrt(2 num_layers)")] = 0.02
+    moe: MoEConfig = Field(default_factory=MoEConfig)
     preset: Annotated[str, Field(description="a named size; what is written beside it wins")] = ""
 
     @model_validator(mode="before")
@@ -84,10 +87,12 @@ class ModelConfig:
         family = FAMILIES.get(str(given.get("family", start.get("family", "llama"))))
         if family is not None and start.get("family", family.name) != family.name:
             raise ValueError(f"preset {given['preset']} is not of family {family.name}; leave family out")
+        if isinstance(given.get("moe"), Mapping):  # what is written about experts is laid over the preset's section
+            given["moe"] = {**start.get("moe", {}), **given["moe"]}
         return {**(family.defaults if family else {}), **start, **given}
 
     def __post_init__(self) -> None:
-        fill = {}
+        fill: dict[str, Any] = {}
         if not self.num_kv_heads:
             fill["num_kv_heads"] = self.num_attention_heads
         if not self.head_dim:
@@ -98,12 +103,13 @@ class ModelConfig:
                     "or give head_dim"
                 )
             fill["head_dim"] = self.hidden_size // self.num_attention_heads
+        fill["moe"] = with_widths(self.moe, self.ffn_hidden_size)
         for name, value in fill.items():
             object.__setattr__(self, name, value)
         if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_kv_heads "
-                f"{self.num_kv_heads}; nearest: {_divisors(self.num_attention_heads, self.num_kv_heads)}"
+                f"{self.num_kv_heads}; nearest: {nearest_divisors(self.num_attention_heads, self.num_kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rope; nearest: {self.head_dim + 1}")
@@ -125,48 +131,97 @@ class ModelConfig:
 
 
 def gemm_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
-    """`{linear's name: (in_features, out_features, which of the two tp splits)}` of the decoder layers, in order."""
-    first = "mlp.gate_up" if config.activation == "swiglu" else "mlp.up"
-    kinds = {
+    """`{linear's name: (in_features, out_features, which of the two tp splits)}` of the decoder layers, in order.
+
+    Routers and routed experts are not among them (`expert_shapes`); shared experts are.
+    """
+    attention = {
         "attention.qkv": (config.hidden_size, config.qkv_size, "out"),
         "attention.out": (config.q_size, config.hidden_size, "in"),
-        first: (config.hidden_size, config.num_mlp_inputs * config.ffn_hidden_size, "out"),
-        "mlp.down": (config.ffn_hidden_size, config.hidden_size, "in"),
     }
-    return {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in kinds.items()}
+    dense = _mlp_shapes(config, "mlp", config.ffn_hidden_size)
+    shared = _mlp_shapes(config, "mlp.shared", config.moe.shared_ffn_hidden_size)
+    return {
+        f"layers.{i}.{name}": shape
+        for i in range(config.num_layers)
+        for name, shape in (attention | (shared if config.moe.is_moe_layer(i) else dense)).items()
+    }
+
+
+def _mlp_shapes(config: ModelConfig, name: str, ffn: int) -> dict[str, tuple[int, int, str]]:
+    if not ffn:
+        return {}
+    first = "gate_up" if config.activation == "swiglu" else "up"
+    return {
+        f"{name}.{first}": (config.hidden_size, config.num_mlp_inputs * ffn, "out"),
+        f"{name}.down": (ffn, config.hidden_size, "in"),
+    }
+
+
+def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
+    """`{stacked experts' name: (in_features, out_features, which of the two etp splits)}` of one of the experts.
+
+    A layer has moe.num_experts such matrices, split over ep; a token passes moe.top_k of them.
+    """
+    kinds = {
+        "gate_up": (config.hidden_size, 2 * config.moe.ffn_hidden_size, "out"),
+        "down": (config.moe.ffn_hidden_size, config.hidden_size, "in"),
+    }
+    layers = [i for i in range(config.num_layers) if config.moe.is_moe_layer(i)]
+    return {f"layers.{i}.mlp.experts.{name}": shape for i in layers for name, shape in kinds.items()}
 
 
 def check_model(
     config: ModelConfig,
     *,
     tp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
     sequence_parallel: bool = True,
     sequence_length: int | None = None,
     precision: PrecisionConfig | None = None,
 ) -> list[str]:
-    """Every rule that this model breaks on `tp` ranks, a line each with the way out; empty if it can be built."""
+    """Every rule that this model breaks on `tp` ranks, a line each with the way out; empty if it can be built.
+
+    Args:
+        etp: 0 = tp.
+    """
     problems = []
+    moe = config.moe
     split = {
         "num_kv_heads": config.num_kv_heads,
         "num_attention_heads": config.num_attention_heads,
         "ffn_hidden_size": config.ffn_hidden_size,
         "vocab_size": config.vocab_size,
     }
+    if all(moe.is_moe_layer(i) for i in range(config.num_layers)):
+        del split["ffn_hidden_size"]  # no layer has a dense MLP
     for name, value in split.items():
         if value % tp:
             way_out = f"nearest: {_nearest(value, tp)}"
             if name == "num_kv_heads":
-                way_out += f", or tp {_divisors(value, tp)}"
+                way_out += f", or tp {nearest_divisors(value, tp)}"
             problems.append(f"model.{name} {value} is not divisible by parallel.tp {tp}; {way_out}")
+    problems += check_experts(
+        moe,
+        num_layers=config.num_layers,
+        activation=config.activation,
+        mlp_bias=config.mlp_bias,
+        tp=tp,
+        ep=ep,
+        etp=etp or tp,
+    )
     if sequence_length is not None:
-        problems += _length_problems(config, sequence_length, tp if sequence_parallel else 1)
+        split_anyway = moe.num_experts > 0  # the tp ranks share out the tokens that go to experts
+        ranks = tp if sequence_parallel or split_anyway else 1
+        problems += _length_problems(config, sequence_length, ranks, experts=split_anyway)
     if precision is not None and not problems:
         plan, misses = plan_gemms(precision, list(gemm_shapes(config)), config.num_layers)
         problems += misses + dim_problems(plan, gemm_shapes(config), tp) + backend_problems(precision)
     return problems
 
 
-def _length_problems(config: ModelConfig, length: int, ranks: int) -> list[str]:
+def _length_problems(config: ModelConfig, length: int, ranks: int, *, experts: bool) -> list[str]:
     problems = []
     if length > config.max_sequence_length:
         problems.append(
@@ -175,8 +230,9 @@ def _length_problems(config: ModelConfig, length: int, ranks: int) -> list[str]:
         )
     if length % ranks:
         problems.append(
-            f"sequence_length {length} is not divisible by parallel.tp {ranks}, as sequence parallelism needs; "
-            f"nearest: {_nearest(length, ranks)}, or parallel.sequence_parallel = false"
+            f"sequence_length {length} is not divisible by parallel.tp {ranks}, as "
+            f"{'experts need' if experts else 'sequence parallelism needs'}; nearest: {_nearest(length, ranks)}"
+            + ("" if experts else ", or parallel.sequence_parallel = false")
         )
     return problems
 
@@ -184,8 +240,3 @@ def _length_problems(config: ModelConfig, length: int, ranks: int) -> list[str]:
 def _nearest(value: int, step: int) -> str:
     below, above = value // step * step, -(-value // step) * step
     return f"{below} or {above}" if below else str(above)
-
-
-def _divisors(value: int, near: int) -> str:
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
-    return " or ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - near))[:2]))

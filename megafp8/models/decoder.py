@@ -41,7 +41,7 @@ class Layer(nn.Module):
         branch = self.attention_dropout(self.attention(y, context, rebuild), context)
         x, y = self.mlp_norm(x, branch)
         rebuild = partial(self.mlp_norm.again, x.detach()) if self.selective else None
-        return x, self.mlp_dropout(self.mlp(y, rebuild), context)
+        return x, self.mlp_dropout(self.mlp(y, context, rebuild), context)
 
 
 class Decoder(nn.Module):
@@ -74,6 +74,7 @@ class Decoder(nn.Module):
         segment_ids: Tensor | None = None,
         positions: Tensor | None = None,
         dropout: DropoutKey | None = None,
+        num_sequences: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the model.
 
@@ -85,6 +86,8 @@ class Decoder(nn.Module):
             segment_ids: [B, S] int64; attention stays within equal ids.
             positions: [B, S] int64, or None for 0 ... S - 1.
             dropout: None drops nothing.
+            num_sequences: of the global batch, over which auxiliary losses of experts are averaged and added to the
+                gradient; 0 = they are left out, as in evaluation.
 
         Returns:
             with targets: summed loss (fp32 scalar; fp64 for an fp64 model) and the number of targets (int64 scalar);
@@ -98,7 +101,8 @@ class Decoder(nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than model.max_sequence_length "
                 f"{self.config.max_sequence_length}, and learned positions end there; shorten it"
             )
-        x = self._hidden(tokens, self._context(tokens, segment_ids, positions, dropout), positions)
+        context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
+        x = self._hidden(tokens, context, positions)
         if targets is None:
             logits: Tensor = self.output(x)
             return logits

@@ -19,9 +19,11 @@ class Context:
         cos, sin: [S, 1 or B, d/2] or None without rotary positions.
         segment_ids: [B, S], which document a token belongs to; None: all the same.
         dropout: None: nothing is dropped.
+        num_sequences: of the global batch, over which auxiliary losses of experts are averaged; 0: there are none.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
     segment_ids: Tensor | None = None
     dropout: DropoutKey | None = None
+    num_sequences: int = 0

@@ -52,13 +52,14 @@ class ModelShape(Protocol):
     hidden_dropout: float
     attention_dropout: float
     init_std: float
+    moe: Any
 
 
 class LayerSet(Protocol):
     """Makes the layers of one model; hidden tensors are [S, B, H]. `name` is the module's global name.
 
     The modules' calls: embedding(tokens) -> x; position_embedding(x, positions) -> x; norm(x, branch) -> (x + branch,
-    its norm), norm.again(x) -> the norm; attention(y, context, rebuild) and mlp(y, rebuild) -> branch;
+    its norm), norm.again(x) -> the norm; attention and mlp(y, context, rebuild) -> branch;
     dropout(x, context) -> x; output(x) -> logits, output.loss(x, targets, scale) -> summed loss.
     """
 
@@ -78,7 +79,9 @@ class LayerSet(Protocol):
 
     def output(self, tied: nn.Module | None) -> Any: ...
 
-    def context(self, tokens: Tensor, segment_ids: Any, positions: Any, dropout: DropoutKey | None) -> Context: ...
+    def context(
+        self, tokens: Tensor, segment_ids: Any, positions: Any, dropout: DropoutKey | None, num_sequences: int = 0
+    ) -> Context: ...
 
 
 class Dropout(nn.Module):
@@ -114,13 +117,18 @@ class OwnLayers:
         self.added_std = shape.init_std / (2 * shape.num_layers) ** 0.5
 
     def context(
-        self, tokens: Tensor, segment_ids: Tensor | None, positions: Tensor | None, dropout: DropoutKey | None
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None,
+        positions: Tensor | None,
+        dropout: DropoutKey | None,
+        num_sequences: int = 0,
     ) -> Context:
         """What the layers share for `tokens` [B, S]."""
         cos = sin = None
         if self.shape.position == "rope":
             cos, sin = self.rotary.tables(tokens.shape[1], positions, tokens.device, self.dtype)
-        return Context(cos, sin, segment_ids, dropout)
+        return Context(cos, sin, segment_ids, dropout, num_sequences)
 
     def embedding(self) -> nn.Module:
         s = self.shape

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.nn.context import Context
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.linear import ColumnLinear, RowLinear
 from megafp8.nn.recompute import Rebuild
@@ -37,7 +38,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up, self.down, self.kernels = gate_up, down, kernels
 
-    def forward(self, y: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+    def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         x = self.gate_up(y, rebuild)
         x = x.view(*x.shape[:-1], 2, -1)
         hidden = _Activation.apply(x, "swiglu", self.kernels)
@@ -52,7 +53,7 @@ class GELU(nn.Module):
         super().__init__()
         self.up, self.down, self.kernels = up, down, kernels
 
-    def forward(self, y: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+    def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         x = self.up(y, rebuild)
         hidden = _Activation.apply(x, "gelu", self.kernels)
         kept = x.detach()

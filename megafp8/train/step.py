@@ -59,6 +59,7 @@ def forward_backward(parts: Parts, batch: Batch, step: int, *, scale: float) -> 
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout=dropout_key(parts, batch, step),
+        num_sequences=parts.config.train.global_batch,
     )
     (loss_sum * scale).backward()
     return loss_sum.detach().to("cpu", torch.float64)
