@@ -42,7 +42,14 @@ def build(
     """
     mesh = mesh or Mesh.single()
     tp = mesh.size("tp")
-    problems = check_model(config, tp=tp, sequence_parallel=mesh.sequence_parallel, precision=precision)
+    problems = check_model(
+        config,
+        tp=tp,
+        ep=mesh.size("ep"),
+        etp=mesh.size("etp"),
+        sequence_parallel=mesh.sequence_parallel,
+        precision=precision,
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     states = linear_states(

@@ -102,6 +102,8 @@ def check_run(config: RunConfig, world: int) -> list[str]:
     problems = mesh_problems + check_model(
         config.model,
         tp=config.parallel.tp,
+        ep=config.parallel.ep,
+        etp=config.parallel.etp,
         sequence_parallel=config.parallel.sequence_parallel,
         sequence_length=config.data.sequence_length,
         precision=config.precision,
