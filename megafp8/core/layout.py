@@ -35,12 +35,15 @@ class Layout:
             element (the norm weights under sequence parallelism: "tp").
         zero_dim: this dim of the piece is cut once more over the replicas (`data_axes`), as ZeRO does with
             optimizer state; torch.chunk's rule, so the last parts may be smaller or empty. None: not cut.
+        uneven: dims of `split` that need not divide are cut by torch.chunk's rule too (a vocabulary needs no
+            padding then). False: they must divide.
     """
 
     shape: tuple[int, ...]
     split: Mapping[int, str] = field(default_factory=dict)
     grad_sum: tuple[str, ...] = ()
     zero_dim: int | None = None
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", MappingProxyType(dict(self.split)))
@@ -79,9 +82,8 @@ class Layout:
         for dim, size in enumerate(self.shape):
             axis = self.split.get(dim)
             parts, index = (mesh.size(axis), mesh.coord(axis)) if axis else (1, 0)
-            assert size % parts == 0, f"dim {dim} of {self.shape} does not divide by {axis} {parts}"
-            step = size // parts
-            piece = slice(index * step, (index + 1) * step)
+            assert self.uneven or size % parts == 0, f"dim {dim} of {self.shape} does not divide by {axis} {parts}"
+            piece = _chunk(slice(0, size), index, parts)
             slices.append(_chunk(piece, *mesh.place(self.data_axes)) if dim == self.zero_dim else piece)
         return tuple(slices)
 

@@ -192,7 +192,6 @@ def check_model(
         "num_kv_heads": config.num_kv_heads,
         "num_attention_heads": config.num_attention_heads,
         "ffn_hidden_size": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
     }
     if all(moe.is_moe_layer(i) for i in range(config.num_layers)):
         del split["ffn_hidden_size"]  # no layer has a dense MLP
@@ -211,6 +210,11 @@ def check_model(
         ep=ep,
         etp=etp or tp,
     )
+    if -(-config.vocab_size // tp) * (tp - 1) >= config.vocab_size:
+        problems.append(
+            f"model.vocab_size {config.vocab_size} leaves a tp rank without a token at parallel.tp {tp}; "
+            f"use at least {tp * tp} tokens"
+        )
     if sequence_length is not None:
         split_anyway = moe.num_experts > 0  # the tp ranks share out the tokens that go to experts
         ranks = tp if sequence_parallel or split_anyway else 1

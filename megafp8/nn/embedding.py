@@ -14,21 +14,26 @@ from megafp8.parallel.mesh import Mesh
 Tensor = torch.Tensor
 
 
+def vocabulary(vocab_size: int, hidden_size: int) -> Layout:
+    """Rows of a [V, H] weight over tp. The last rank has fewer where V does not divide: no row is made up."""
+    return Layout((vocab_size, hidden_size), {0: "tp"}, uneven=True)
+
+
 class Embedding(nn.Module):
     """tokens [B, S] int64 -> [S, B, H] (a shard along S under sequence parallelism); weight [V, H], V split over tp."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, std: float, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.mesh = mesh
-        layout = Layout((vocab_size, hidden_size), {0: "tp"})
+        layout = vocabulary(vocab_size, hidden_size)
+        self.first_id = layout.local_slices(mesh)[0].start
         self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.mesh.size("tp") == 1:
             return F.embedding(tokens.t(), self.weight)
-        rows = self.weight.shape[0]
-        local = tokens.t() - self.mesh.coord("tp") * rows
-        mine = (local >= 0) & (local < rows)
+        local = tokens.t() - self.first_id
+        mine = (local >= 0) & (local < self.weight.shape[0])
         found = F.embedding(local.where(mine, 0), self.weight) * mine[..., None].to(self.weight.dtype)
         return leave(found, self.mesh)
 

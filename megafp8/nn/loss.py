@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from megafp8.core.layout import Layout
+from megafp8.nn.embedding import vocabulary
 from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import enter
 from megafp8.nn.parameter import Init, declare
@@ -33,6 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        first_id: int,
         scale: float,
         differentiable: bool,
         mesh: Mesh,
@@ -48,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows, ids = hidden[start : start + chunk], targets[start : start + chunk]
             logits = rows @ weight.t()
-            part, log_sum, local = _losses(logits, ids, mesh, kernels)
+            part, log_sum, local = _losses(logits, ids - first_id, ids != IGNORED, mesh, kernels)
             loss += part
             if dhidden is None:
                 continue
@@ -71,18 +73,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ratio = grads[0] / torch.tensor(ctx.scale, dtype=grads[0].dtype)
         if ratio.device.type != "cpu" or float(ratio) != 1.0:  # on a GPU a look at the value would wait for it
             dhidden, dweight = dhidden * ratio.to(dhidden.dtype), dweight * ratio.to(dweight.dtype)
-        return dhidden, dweight, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None
 
 
-def _losses(logits: Tensor, ids: Tensor, mesh: Mesh, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(
+    logits: Tensor, local: Tensor, counted: Tensor, mesh: Mesh, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss of a chunk, log-sum-exp [n, 1] over all shards, and the targets as indices into this shard."""
     group = mesh.group("tp")
-    local = ids - mesh.coord("tp") * logits.shape[-1] if group is not None else ids
     peak = all_reduce_(wide(logits.amax(-1, keepdim=True)), group, "max")
     parts = torch.cat(kernels.softmax_parts(logits, peak, local), -1)
     sums, target = all_reduce_(parts, group).split(1, -1)
     log = sums.log()
-    return ((log - target) * (ids != IGNORED)[:, None]).sum(), peak + log, local
+    return ((log - target) * counted[:, None]).sum(), peak + log, local
 
 
 class Output(nn.Module):
@@ -103,8 +106,9 @@ class Output(nn.Module):
         self.mesh, self.kernels = mesh, kernels
         self._tied = (tied,)  # in a tuple, so that the embedding's parameter keeps its one name
         self.weight = None
+        layout = vocabulary(vocab_size, hidden_size)
+        self.vocab_size, self.first_id = vocab_size, layout.local_slices(mesh)[0].start
         if tied is None:
-            layout = Layout((vocab_size, hidden_size), {0: "tp"})
             self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
 
     def _matrix(self) -> Tensor:
@@ -121,7 +125,7 @@ class Output(nn.Module):
         flat = targets.t().reshape(-1)
         scale = 1.0 if scale is None else scale
         loss: Tensor = _LinearCrossEntropy.apply(
-            hidden, self._matrix(), flat, scale, torch.is_grad_enabled(), self.mesh, self.kernels
+            hidden, self._matrix(), flat, self.first_id, scale, torch.is_grad_enabled(), self.mesh, self.kernels
         )
         return loss
 
@@ -132,5 +136,7 @@ class Output(nn.Module):
         """
         logits = enter(x, self.mesh) @ self._matrix().t()
         if self.mesh.size("tp") > 1:
-            logits = all_gather(logits.detach(), self.mesh.group("tp"), dim=2)
+            widest = -(-self.vocab_size // self.mesh.size("tp"))  # ranks send alike; what the last lacks is cut off
+            padded = F.pad(logits.detach(), (0, widest - logits.shape[2]))
+            logits = all_gather(padded, self.mesh.group("tp"), dim=2)[..., : self.vocab_size]
         return logits.transpose(0, 1)
