@@ -57,7 +57,10 @@ def whole(gradient: torch.Tensor, layout: Any, mesh: Mesh) -> torch.Tensor:
     for axis in layout.grad_sum:
         gradient = all_reduce_(gradient.clone(), mesh.group(axis))
     for dim, axis in layout.split.items():
-        gradient = all_gather(gradient, mesh.group(axis), dim)
+        widest = -(-layout.shape[dim] // mesh.size(axis))  # the last piece of a vocabulary may be smaller
+        padding = [0, 0] * (gradient.dim() - 1 - dim) + [0, widest - gradient.shape[dim]]
+        gradient = all_gather(torch.nn.functional.pad(gradient, padding), mesh.group(axis), dim)
+        gradient = gradient.narrow(dim, 0, layout.shape[dim])
     return gradient
 
 
