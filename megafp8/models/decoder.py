@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         self.config, self.recompute = config, recompute
         self.fp8_states = layers.states
         self.has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._context = layers.context
+        self._context, self._local = layers.context, layers.local
         self.embedding = layers.embedding()
         self.position_embedding = layers.position_embedding()
         self.embedding_dropout = layers.dropout("embedding.dropout")
@@ -91,10 +91,10 @@ class Decoder(nn.Module):
 
         Returns:
             with targets: summed loss (fp32 scalar; fp64 for an fp64 model) and the number of targets (int64 scalar);
-            else logits [B, S, V] in the compute dtype.
+            else logits [B, S, V] in the compute dtype. Loss and count are those of this rank's part of the sequence.
 
         Raises:
-            ConfigError: a sequence longer than the learned positions.
+            ConfigError: a sequence longer than the learned positions, or that does not divide over the ranks.
         """
         if self.position_embedding is not None and tokens.shape[1] > self.config.max_sequence_length:
             raise ConfigError(
@@ -102,6 +102,7 @@ class Decoder(nn.Module):
                 f"{self.config.max_sequence_length}, and learned positions end there; shorten it"
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
+        tokens, targets, positions = self._local(tokens, targets, positions, context)
         x = self._hidden(tokens, context, positions)
         if targets is None:
             logits: Tensor = self.output(x)

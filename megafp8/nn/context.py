@@ -16,8 +16,9 @@ class Context:
     """Tables, masks and the dropout key of one micro-batch; S is the whole sequence.
 
     Attributes:
-        cos, sin: [S, 1 or B, d/2] or None without rotary positions.
+        cos, sin: [S/cp, 1 or B, d/2], the rows of this rank's tokens, or None without rotary positions.
         segment_ids: [B, S], which document a token belongs to; None: all the same.
+        places: [S/cp] int64, where this rank's tokens stand in the sequence; None: it has all of them (cp = 1).
         dropout: None: nothing is dropped.
         num_sequences: of the global batch, over which auxiliary losses of experts are averaged; 0: there are none.
     """
@@ -27,3 +28,4 @@ class Context:
     segment_ids: Tensor | None = None
     dropout: DropoutKey | None = None
     num_sequences: int = 0
+    places: Tensor | None = None

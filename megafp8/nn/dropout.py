@@ -25,13 +25,19 @@ class DropoutKey:
     sample_ids: Tensor
 
 
-def hidden_dropout(x: Tensor, rate: float, key: DropoutKey, name: str, *, mesh: Mesh) -> Tensor:
-    """Drop elements of x [S, B, H] (a shard along S under sequence parallelism) and scale the rest."""
+def hidden_dropout(
+    x: Tensor, rate: float, key: DropoutKey, name: str, *, mesh: Mesh, places: Tensor | None = None
+) -> Tensor:
+    """Drop elements of x [S, B, H] (a shard along S under sequence and context parallelism) and scale the rest.
+
+    `places` [S/cp] are the context's: where the rows of the cp rank stand in the sequence.
+    """
     s, b, h = x.shape
     first = mesh.coord("tp") * s if mesh.sequence_parallel else 0
-    length = s * mesh.size("tp") if mesh.sequence_parallel else s
+    length = s * (mesh.size("tp") if mesh.sequence_parallel else 1) * mesh.size("cp")
+    rows = torch.arange(first, first + s, device=x.device) if places is None else places[first : first + s]
     place = key.sample_ids.to(x.device) * (length * h)
-    place = place[None, :, None] + (torch.arange(first, first + s, device=x.device) * h)[:, None, None]
+    place = place[None, :, None] + (rows * h)[:, None, None]
     return _drop(x, rate, key, name, place + torch.arange(h, device=x.device))
 
 

@@ -39,7 +39,7 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """x [S or S/tp, B, H] -> x + the learned positions; weight [P, H], whole on every rank."""
+    """x [S, B, H] (or a shard along S) -> x + the learned positions; weight [P, H], whole on every rank."""
 
     def __init__(self, max_length: int, hidden_size: int, *, std: float, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PositionEmbedding(nn.Module):
         self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
 
     def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """`positions` [B, S] of the whole sequence, or None for 0, 1, 2, ..."""
+        """`positions` [1 or B, S] of the tokens of this rank's tp group, or None for 0, 1, 2, ..."""
         length = x.shape[0]
         first = self.mesh.coord("tp") * length if self.mesh.sequence_parallel else 0
         if positions is None:

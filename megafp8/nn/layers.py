@@ -22,6 +22,7 @@ from megafp8.nn.loss import Output
 from megafp8.nn.mlp import GELU, SwiGLU
 from megafp8.nn.norm import LayerNorm, RMSNorm
 from megafp8.nn.rope import Rotary
+from megafp8.parallel.context import local_places
 from megafp8.parallel.mesh import Mesh
 
 __all__ = ["Context", "Dropout", "DropoutKey", "LayerSet", "ModelShape", "OwnLayers"]
@@ -83,6 +84,8 @@ class LayerSet(Protocol):
         self, tokens: Tensor, segment_ids: Any, positions: Any, dropout: DropoutKey | None, num_sequences: int = 0
     ) -> Context: ...
 
+    def local(self, tokens: Tensor, targets: Any, positions: Any, context: Context) -> tuple[Tensor, Any, Any]: ...
+
 
 class Dropout(nn.Module):
     """x [S, B, H] with elements dropped by place; as it is if the rate is 0 or the context has no key."""
@@ -94,7 +97,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.rate == 0 or context.dropout is None:
             return x
-        return hidden_dropout(x, self.rate, context.dropout, self.name, mesh=self.mesh)
+        return hidden_dropout(x, self.rate, context.dropout, self.name, mesh=self.mesh, places=context.places)
 
 
 class OwnLayers:
@@ -124,11 +127,23 @@ class OwnLayers:
         dropout: DropoutKey | None,
         num_sequences: int = 0,
     ) -> Context:
-        """What the layers share for `tokens` [B, S]."""
+        """What the layers share for the whole sequences `tokens` [B, S], with `segment_ids` and `positions` [B, S]."""
         cos = sin = None
+        places = local_places(tokens.shape[1], self.mesh, tokens.device)
         if self.shape.position == "rope":
-            cos, sin = self.rotary.tables(tokens.shape[1], positions, tokens.device, self.dtype)
-        return Context(cos, sin, segment_ids, dropout, num_sequences)
+            cos, sin = self.rotary.tables(tokens.shape[1], positions, tokens.device, self.dtype, places)
+        return Context(cos, sin, segment_ids, dropout, num_sequences, places)
+
+    def local(
+        self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of tokens, targets and positions (which it makes, [1, S/cp], if none are given)."""
+        if context.places is None:
+            return tokens, targets, positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        tokens, positions = (x.index_select(1, context.places) for x in (tokens, positions))
+        return tokens, None if targets is None else targets.index_select(1, context.places), positions
 
     def embedding(self) -> nn.Module:
         s = self.shape

@@ -18,6 +18,7 @@ from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import enter
 from megafp8.nn.parameter import Init, declare
 from megafp8.parallel.collectives import all_gather, all_reduce_
+from megafp8.parallel.context import join_sequence
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -130,13 +131,13 @@ class Output(nn.Module):
         return loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [S or S/tp, B, H] -> logits [B, S, V] of the whole vocabulary, in x's dtype.
+        """x [S, B, H] (or a shard along S) -> logits [B, S, V] of all tokens in order, all of the vocabulary, in x's dtype.
 
-        With tp > 1 no gradient flows through the gathered logits: training goes through `loss`.
+        With tp or cp > 1 no gradient flows through the gathered logits: training goes through `loss`.
         """
         logits = enter(x, self.mesh) @ self._matrix().t()
         if self.mesh.size("tp") > 1:
             widest = -(-self.vocab_size // self.mesh.size("tp"))  # ranks send alike; what the last lacks is cut off
             padded = F.pad(logits.detach(), (0, widest - logits.shape[2]))
             logits = all_gather(padded, self.mesh.group("tp"), dim=2)[..., : self.vocab_size]
-        return logits.transpose(0, 1)
+        return join_sequence(logits, self.mesh, 0).transpose(0, 1)

@@ -37,16 +37,24 @@ class Rotary:
     scaling: Scaling
 
     def tables(
-        self, length: int, positions: Tensor | None, device: torch.device, dtype: torch.dtype
+        self,
+        length: int,
+        positions: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin, [S, 1, d/2], or [S, B, d/2] for `positions` [B, S]; in fp32 (fp64 for an fp64 model).
 
-        `length` is S over all ranks. With the dynamic rule the largest position decides on the frequencies.
+        `length` is S over all ranks, `positions` are those of the whole sequence; with `places` [n], only the rows of
+        those tokens are made. With the dynamic rule the largest position of all decides on the frequencies.
         """
         if positions is None:
-            positions = torch.arange(length, device=device)[None]
-        elif self.scaling.type == "dynamic":
-            length = int(positions.max()) + 1
+            positions = (torch.arange(length, device=device) if places is None else places)[None]
+        else:
+            if self.scaling.type == "dynamic":
+                length = int(positions.max()) + 1
+            positions = positions if places is None else positions[:, places]
         inverse, factor = self.frequencies(length, device)
         angles = positions.t()[..., None].float() * inverse
         wide = torch.promote_types(dtype, torch.float32)

@@ -33,6 +33,7 @@ class Mesh:
         groups: process groups by axes (those larger than 1, sorted by name).
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
         order: the axes from the fastest on.
+        cp_exchange: how attention sees the whole sequence over cp: "ring", "all_gather" or "all_to_all".
     """
 
     sizes: Mapping[str, int]
@@ -41,6 +42,7 @@ class Mesh:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     sequence_parallel: bool = False
     order: str = DEFAULT_ORDER
+    cp_exchange: str = "ring"
     _coords: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ def build_mesh(
     assert dist.is_initialized() and dist.get_world_size() == world, "init_distributed comes first"
     sequence_parallel = config.sequence_parallel and sizes["tp"] > 1
     groups = _new_groups(sizes, config.order)
-    return Mesh(sizes, dist.get_rank(), world, groups, sequence_parallel, config.order)
+    return Mesh(sizes, dist.get_rank(), world, groups, sequence_parallel, config.order, config.cp_exchange)
 
 
 def _key(axes: Iterable[str]) -> tuple[str, ...]:

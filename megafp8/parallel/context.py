@@ -1,0 +1,79 @@
+"""Context parallelism: which tokens of a sequence a rank of cp holds, and how ranks exchange what attention needs.
+
+Zig-zag: the sequence is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i, in this order. Under a causal
+mask every rank then has the same work (head and tail together see as many keys on every rank), and within a rank the
+local order is the order of places. Source: Llama 3 report section 3.3.2; zhuzilin/ring-flash-attention issue 2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megafp8.core.errors import ConfigError
+from megafp8.parallel.collectives import all_gather
+from megafp8.parallel.mesh import Mesh
+
+Tensor = torch.Tensor
+
+
+def chunks_of(cp: int, rank: int) -> tuple[int, int]:
+    """The two of 2 cp chunks that `rank` holds, ascending."""
+    return rank, 2 * cp - 1 - rank
+
+
+def chunk_order(cp: int) -> list[int]:
+    """The chunks as they lie when the ranks' parts are joined in rank order: 0, 2cp-1, 1, 2cp-2, ..."""
+    return [chunk for rank in range(cp) for chunk in chunks_of(cp, rank)]
+
+
+def places_of(length: int, cp: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
+    """Global positions [S / cp] int64 of the tokens that `rank` holds, ascending; S = `length`.
+
+    Raises:
+        ConfigError: the sequence does not divide into 2 cp chunks.
+    """
+    if length % (2 * cp):
+        below, above = length // (2 * cp) * 2 * cp, -(-length // (2 * cp)) * 2 * cp
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"a sequence of {length} tokens is not divisible by 2 x parallel.cp = {2 * cp}; nearest: {nearest}"
+        )
+    size = length // (2 * cp)
+    starts = [chunk * size for chunk in chunks_of(cp, rank)]
+    return torch.cat([torch.arange(start, start + size, device=device) for start in starts])
+
+
+def local_places(length: int, mesh: Mesh, device: torch.device | str = "cpu") -> Tensor | None:
+    """`places_of` for this rank; None at cp = 1, where a token's place is its index."""
+    cp = mesh.size("cp")
+    return None if cp == 1 else places_of(length, cp, mesh.coord("cp"), device)
+
+
+def slice_sequence(x: Tensor, mesh: Mesh, dim: int) -> Tensor:
+    """This rank's part of a tensor that every rank of cp holds whole, along its sequence dim; x itself at cp = 1."""
+    places = local_places(x.shape[dim], mesh, x.device)
+    return x if places is None else x.index_select(dim, places)
+
+
+def join_sequence(x: Tensor, mesh: Mesh, dim: int) -> Tensor:
+    """The inverse of `slice_sequence`: the ranks' parts in the order of the sequence, on every rank; no gradient."""
+    cp = mesh.size("cp")
+    return x if cp == 1 else in_order(all_gather(x.detach(), mesh.group("cp"), dim), cp, dim)
+
+
+def in_order(joined: Tensor, cp: int, dim: int) -> Tensor:
+    """Parts joined in rank order -> the order of the sequence along `dim`."""
+    order = chunk_order(cp)
+    back = [order.index(chunk) for chunk in range(2 * cp)]
+    return _by_chunks(joined, back, dim)
+
+
+def by_ranks(ordered: Tensor, cp: int, dim: int) -> Tensor:
+    """The inverse of `in_order`."""
+    return _by_chunks(ordered, chunk_order(cp), dim)
+
+
+def _by_chunks(x: Tensor, chunks: list[int], dim: int) -> Tensor:
+    dim = dim % x.dim()
+    parts = x.unflatten(dim, (len(chunks), x.shape[dim] // len(chunks)))
+    return parts.index_select(dim, torch.tensor(chunks, device=x.device)).flatten(dim, dim + 1)
