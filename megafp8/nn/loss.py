@@ -131,7 +131,7 @@ class Output(nn.Module):
         return loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [S, B, H] (or a shard along S) -> logits [B, S, V] of all tokens in order, all of the vocabulary, in x's dtype.
+        """x [S, B, H] (or a shard along S) -> logits [B, S, V] of all tokens in order, whole vocabulary, in x's dtype.
 
         With tp or cp > 1 no gradient flows through the gathered logits: training goes through `loss`.
         """
