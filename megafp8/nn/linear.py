@@ -8,23 +8,17 @@ parallel/collectives; at tp = 1 nothing of this costs anything.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megafp8.core.layout import Layout
-from megafp8.fp8.linear import LinearState, quantized_linear
+from megafp8.fp8.linear import LinearState
+from megafp8.nn.gemm import linear
 from megafp8.nn.parameter import Init, declare
-from megafp8.nn.recompute import Rebuild, rebuilt
+from megafp8.nn.recompute import Rebuild
 from megafp8.parallel.collectives import all_gather, copy_to, gather_from, reduce_from, scatter_to
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState | None) -> Tensor:
-    if state is not None:
-        return quantized_linear(x, weight, bias, state)
-    return F.linear(x, weight, bias)
 
 
 class ColumnLinear(nn.Module):
@@ -52,18 +46,14 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        whole = enter(x, self.mesh)
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        if rebuild is None:
-            return _product(whole, weight, bias, self.state)
         make = rebuild
+        if make is not None and self.mesh.sequence_parallel:
+            again = make
 
-        def again() -> Tensor:
-            return all_gather(make(), self.mesh.group("tp")) if self.mesh.sequence_parallel else make()
+            def make() -> Tensor:
+                return all_gather(again(), self.mesh.group("tp"))
 
-        with rebuilt(whole, again):
-            return _product(whole, weight, bias, self.state)
+        return linear(enter(x, self.mesh), self.weight, self.bias, self.state, make)
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
@@ -100,7 +90,5 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
         alone = self.mesh.size("tp") == 1
-        with rebuilt(x, rebuild):
-            y = _product(x, self.weight, self.bias if alone else None, self.state)
-        y = leave(y, self.mesh)
+        y = leave(linear(x, self.weight, self.bias if alone else None, self.state, rebuild), self.mesh)
         return y if alone or self.bias is None else y + self.bias
