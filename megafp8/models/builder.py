@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig, check_model, gemm_shapes
 from megafp8.models.decoder import Decoder
+from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import ModelShape, OwnLayers
 from megafp8.nn.parameter import materialize
 from megafp8.nn.precision import PrecisionConfig
@@ -28,7 +31,7 @@ def build(
     recompute: Recompute = "none",
     compile_layers: bool = False,
 ) -> Decoder:
-    """Build this rank's part of a decoder.
+    """Build this rank's part of a decoder that is not cut into pipeline stages.
 
     Args:
         mesh: None is the mesh of one process.
@@ -41,6 +44,42 @@ def build(
         ConfigError: the model cannot be split or quantized so; all problems, a line each.
     """
     mesh = mesh or Mesh.single()
+    assert mesh.size("pp") == 1, "build_stages makes the stages of a pipeline"
+    return build_stages(
+        config,
+        [whole(config)],
+        mesh=mesh,
+        precision=precision,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        recompute=recompute,
+        compile_layers=compile_layers,
+    )[0]
+
+
+def build_stages(
+    config: ModelConfig,
+    spans: Sequence[Span],
+    *,
+    mesh: Mesh,
+    precision: PrecisionConfig | None = None,
+    seed: int = 1234,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    recompute: Recompute = "none",
+    compile_layers: bool = False,
+) -> list[Decoder]:
+    """Build the pipeline stages that this rank holds.
+
+    Args:
+        spans: those of this rank, in model order. Where it holds the first and the last one, tied weights are one
+            parameter, which gets two gradients a micro-batch (its attribute `grad_uses`).
+        others: as of `build`.
+
+    Raises:
+        ConfigError: as `build`.
+    """
     tp = mesh.size("tp")
     problems = check_model(
         config,
@@ -60,8 +99,29 @@ def build(
         device=device,
         compiled=compile_layers,
     )
-    layers = OwnLayers(cast(ModelShape, config), mesh=mesh, dtype=dtype, states=states, compiled=compile_layers)
-    model = Decoder(config, layers, recompute=recompute)
+    stages: list[Decoder] = []
+    for span in spans:
+        layers = OwnLayers(
+            cast(ModelShape, config),
+            mesh=mesh,
+            dtype=dtype,
+            states=_states_of(span, states),
+            compiled=compile_layers,
+        )
+        embedding: nn.Module | None = stages[0].embedding if stages and stages[0].span.first else None
+        stages.append(Decoder(config, layers, recompute=recompute, span=span, embedding=embedding))
     if str(device) != "meta":
-        materialize(model, mesh=mesh, seed=seed, device=device)
-    return model
+        for stage in stages:
+            materialize(stage, mesh=mesh, seed=seed, device=device)
+    if config.tied_embeddings and len(stages) > 1 and stages[0].span.first and stages[-1].span.last:
+        stages[0].embedding.weight.grad_uses = 2
+    return stages
+
+
+def named_parameters(stages: Iterable[Decoder]) -> list[tuple[str, nn.Parameter]]:
+    """Global names and parameters of all stages of a rank, in model order; a shared one once."""
+    return [named for stage in stages for named in stage.named_parameters()]
+
+
+def _states_of(span: Span, states: dict[str, Any]) -> dict[str, Any]:
+    return {name: state for name, state in states.items() if span.start <= int(name.split(".")[1]) < span.stop}

@@ -1,13 +1,15 @@
 """The model: a decoder of any family, written as for one device.
 
 Layers come from a LayerSet, which alone knows about ranks and number formats. The residual stream `x` and the last
-branch travel separately, so that adding and normalising are one pass.
+branch travel separately, so that adding and normalising are one pass. A decoder may be one stage of a pipeline: then
+it holds a span of the layers, under the names that they have in the whole model.
 
 Shapes: B micro-batch, S sequence, H hidden, V vocabulary; hidden tensors are [S, B, H].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig
+from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import Context, DropoutKey, LayerSet
 from megafp8.nn.recompute import Recompute, checkpointed
 
@@ -44,26 +47,62 @@ class Layer(nn.Module):
         return x, self.mlp_dropout(self.mlp(y, context, rebuild), context)
 
 
+class Layers(nn.Module):
+    """The layers of a span under their numbers in the whole model: `layers[i]` is decoder layer i."""
+
+    def __init__(self, numbered: dict[int, Layer]) -> None:
+        super().__init__()
+        for number, layer in numbered.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self.get_submodule(str(number))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
 class Decoder(nn.Module):
-    """Tokens to loss or logits.
+    """Tokens to loss or logits; a stage of a pipeline begins or ends with hidden states instead.
+
+    Args:
+        span: the part of the model that is held; None: all of it.
+        embedding: for a last stage with tied weights whose rank holds the first stage too: that stage's embedding.
+            Without it such a stage has a copy of the weight under the embedding's name, with the same values.
 
     Attributes:
+        span: as above.
         fp8_states: the quantization state of each linear by module name; empty where nothing is quantized.
         has_dropout: whether training wants a DropoutKey.
     """
 
-    def __init__(self, config: ModelConfig, layers: LayerSet, *, recompute: Recompute = "none") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerSet,
+        *,
+        recompute: Recompute = "none",
+        span: Span | None = None,
+        embedding: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
+        self.span = span = span or whole(config)
         self.fp8_states = layers.states
         self.has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self.hidden_shape = layers.hidden_shape
         self._context, self._local = layers.context, layers.local
-        self.embedding = layers.embedding()
-        self.position_embedding = layers.position_embedding()
+        tied = span.last and config.tied_embeddings
+        self.embedding: Any = layers.embedding() if span.first or (tied and embedding is None) else None
+        self.position_embedding = layers.position_embedding() if span.first else None
         self.embedding_dropout = layers.dropout("embedding.dropout")
-        self.layers: Any = nn.ModuleList(Layer(layers, f"layers.{i}", recompute) for i in range(config.num_layers))
-        self.final_norm = layers.norm()
-        self.output: Any = layers.output(self.embedding if config.tied_embeddings else None)
+        numbers = range(span.start, span.stop)
+        self.layers: Any = Layers({i: Layer(layers, f"layers.{i}", recompute) for i in numbers})
+        self.final_norm: Any = layers.norm() if span.last else None
+        self.output: Any = layers.output((self.embedding or embedding) if tied else None) if span.last else None
 
     def forward(
         self,
@@ -75,11 +114,12 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         dropout: DropoutKey | None = None,
         num_sequences: int = 0,
+        hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the model.
+        """Run the model, or this stage of it.
 
         Args:
-            tokens: [B, S] int64.
+            tokens: [B, S] int64; every stage gets them.
             targets: [B, S] int64, -100 where there is no loss.
             loss_scale: the gradient that the loss will be given in backward, if known (e.g. `(loss * s).backward()`
                 gives s); it saves a pass.
@@ -88,10 +128,12 @@ class Decoder(nn.Module):
             dropout: None drops nothing.
             num_sequences: of the global batch, over which auxiliary losses of experts are averaged and added to the
                 gradient; 0 = they are left out, as in evaluation.
+            hidden: what the stage before gave (`hidden_shape(B, S)`), for all but the first.
 
         Returns:
-            with targets: summed loss (fp32 scalar; fp64 for an fp64 model) and the number of targets (int64 scalar);
-            else logits [B, S, V] in the compute dtype. Loss and count are those of this rank's part of the sequence.
+            a stage that is not the last: hidden states of that shape. Else, with targets: summed loss (fp32 scalar;
+            fp64 for an fp64 model) and the number of targets (int64 scalar) of this rank's part of the sequence;
+            without: logits [B, S, V] in the compute dtype.
 
         Raises:
             ConfigError: a sequence longer than the learned positions, or that does not divide over the ranks.
@@ -103,19 +145,25 @@ class Decoder(nn.Module):
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
         tokens, targets, positions = self._local(tokens, targets, positions, context)
-        x = self._hidden(tokens, context, positions)
+        x = self._embed(tokens, positions, context) if hidden is None else hidden
+        x, branch = self._run_layers(x, context)
+        if not self.span.last:
+            return x if branch is None else x + branch
+        _, y = self.final_norm(x, branch)
         if targets is None:
-            logits: Tensor = self.output(x)
+            logits: Tensor = self.output(y)
             return logits
-        return self.output.loss(x, targets, loss_scale), (targets >= 0).sum()
+        return self.output.loss(y, targets, loss_scale), (targets >= 0).sum()
 
-    def _hidden(self, tokens: Tensor, context: Context, positions: Tensor | None) -> Tensor:
-        x = self.embedding(tokens)
+    def _embed(self, tokens: Tensor, positions: Tensor | None, context: Context) -> Tensor:
+        x: Tensor = self.embedding(tokens)
         if self.position_embedding is not None:
             x = self.position_embedding(x, positions)
-        x, branch = self.embedding_dropout(x, context), None
+        return self.embedding_dropout(x, context)
+
+    def _run_layers(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        branch = None
         recompute = self.recompute == "full" and torch.is_grad_enabled()
         for layer in self.layers:
             x, branch = checkpointed(layer, x, branch, context) if recompute else layer(x, branch, context)
-        _, y = self.final_norm(x, branch)
-        return y
+        return x, branch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,12 +22,27 @@ def vocabulary(vocab_size: int, hidden_size: int) -> Layout:
 
 
 class Embedding(nn.Module):
-    """tokens [B, S] int64 -> [S, B, H] (a shard along S under sequence parallelism); weight [V, H], V split over tp."""
+    """tokens [B, S] int64 -> [S, B, H] (a shard along S under sequence parallelism); weight [V, H], V split over tp.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, std: float, mesh: Mesh, dtype: torch.dtype) -> None:
+    `tied`: the output layer uses the weight too. Where it stands on another pipeline rank, both hold a copy, and the
+    gradient is the sum of theirs.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        std: float,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.mesh = mesh
         layout = vocabulary(vocab_size, hidden_size)
+        if tied and mesh.size("embedding") > 1:
+            layout = replace(layout, grad_sum=("embedding",))
         self.first_id = layout.local_slices(mesh)[0].start
         self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
 

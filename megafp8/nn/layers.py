@@ -50,6 +50,7 @@ class ModelShape(Protocol):
     qk_norm: bool
     attention_bias: bool
     mlp_bias: bool
+    tied_embeddings: bool
     hidden_dropout: float
     attention_dropout: float
     init_std: float
@@ -85,6 +86,8 @@ class LayerSet(Protocol):
     ) -> Context: ...
 
     def local(self, tokens: Tensor, targets: Any, positions: Any, context: Context) -> tuple[Tensor, Any, Any]: ...
+
+    def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]: ...
 
 
 class Dropout(nn.Module):
@@ -145,9 +148,21 @@ class OwnLayers:
         tokens, positions = (x.index_select(1, context.places) for x in (tokens, positions))
         return tokens, None if targets is None else targets.index_select(1, context.places), positions
 
+    def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
+        """Shape of this rank's hidden states for `batch` whole sequences."""
+        shards = self.mesh.size("cp") * (self.mesh.size("tp") if self.mesh.sequence_parallel else 1)
+        return sequence // shards, batch, self.shape.hidden_size
+
     def embedding(self) -> nn.Module:
         s = self.shape
-        return Embedding(s.vocab_size, s.hidden_size, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
+        return Embedding(
+            s.vocab_size,
+            s.hidden_size,
+            std=s.init_std,
+            tied=s.tied_embeddings,
+            mesh=self.mesh,
+            dtype=self.dtype,
+        )
 
     def position_embedding(self) -> nn.Module | None:
         s = self.shape
