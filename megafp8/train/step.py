@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -31,12 +30,10 @@ def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
     target_tokens = count_targets(parts, batches)
     parts.model.train()
-    parts.buckets.zero_()
+    parts.buckets.zero_(contributions=len(batches))
     loss = torch.zeros((), dtype=torch.float64)
-    for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
-        with nullcontext() if last else parts.buckets.no_sync():
-            loss += forward_backward(parts, batch, step, scale=1.0 / target_tokens)
+    for batch in batches:
+        loss += forward_backward(parts, batch, step, scale=1.0 / target_tokens)
         update_states(parts.fp8_states.values(), parts.mesh.group_of(("dp", "cp", "tp")))
     parts.buckets.finish()
     loss /= target_tokens

@@ -70,7 +70,7 @@ def steps(rank: int, world: int, tp: int) -> tuple[dict[str, torch.Tensor], list
     buckets = GradBuckets(named, mesh)
     optimizer, seen = AdamW(named, config, mesh), []
     for step in range(5):
-        buckets.zero_()
+        buckets.zero_(contributions=8 // mesh.size("dp"))
         for sample in range(mesh.coord("dp"), 8, mesh.size("dp")):
             loss = torch.zeros((), dtype=torch.float64)
             for i, (name, param) in enumerate(named):
@@ -78,12 +78,7 @@ def steps(rank: int, world: int, tp: int) -> tuple[dict[str, torch.Tensor], list
                 if LAYOUTS[name].grad_sum:  # each tp rank contributes its share
                     weight = weight / mesh.size("tp")
                 loss = loss + (torch.tanh(param) * weight[LAYOUTS[name].local_slices(mesh)]).sum()
-            last = sample + mesh.size("dp") >= 8
-            if last:
-                loss.backward()
-            else:
-                with buckets.no_sync():
-                    loss.backward()
+            loss.backward()
         buckets.finish()
         norm = grad_norm(named, mesh)
         seen.append(norm.value)
