@@ -15,6 +15,7 @@ from pydantic_core import ArgsKwargs
 from megafp8.core.config import config_dataclass
 from megafp8.core.errors import ConfigError
 from megafp8.models.families import FAMILIES, preset
+from megafp8.models.mla_config import MLAConfig
 from megafp8.models.moe_config import MoEConfig, check_experts, nearest_divisors, with_widths
 from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms
 
@@ -36,6 +37,8 @@ class RopeScaling:
     beta_fast: Annotated[float, Field(gt=0, description="yarn, rotations")] = 32.0
     beta_slow: Annotated[float, Field(gt=0, description="yarn, rotations")] = 1.0
     attention_factor: Annotated[float, Field(ge=0, description="yarn; 0 = 0.1 ln(factor) + 1")] = 0.0
+    mscale: Annotated[float, Field(ge=0, description="yarn as DeepSeek has it; with mscale_all_dim")] = 0.0
+    mscale_all_dim: Annotated[float, Field(ge=0, description="yarn as DeepSeek has it: scales the softmax")] = 0.0
 
     def __post_init__(self) -> None:
         if self.type in ("llama3", "yarn") and not self.original_max_length:
@@ -67,6 +70,7 @@ class ModelConfig:
     rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = 10000.0
     rope_scaling: RopeScaling = Field(default_factory=RopeScaling)
     qk_norm: Annotated[bool, Field(description="RMSNorm on every query and key head")] = False
+    mla: MLAConfig = Field(default_factory=MLAConfig)
     tied_embeddings: Annotated[bool, Field(description="the output layer uses the embedding's weight")] = False
     attention_bias: Annotated[bool, Field(description="biases in the attention's linears")] = False
     mlp_bias: Annotated[bool, Field(description="biases in the MLP's linears")] = False
@@ -87,15 +91,19 @@ class ModelConfig:
         family = FAMILIES.get(str(given.get("family", start.get("family", "llama"))))
         if family is not None and start.get("family", family.name) != family.name:
             raise ValueError(f"preset {given['preset']} is not of family {family.name}; leave family out")
-        if isinstance(given.get("moe"), Mapping):  # what is written about experts is laid over the preset's section
-            given["moe"] = {**start.get("moe", {}), **given["moe"]}
+        for section in ("moe", "mla"):  # what is written there is laid over the preset's section
+            if isinstance(given.get(section), Mapping):
+                given[section] = {**start.get(section, {}), **given[section]}
         return {**(family.defaults if family else {}), **start, **given}
 
     def __post_init__(self) -> None:
         fill: dict[str, Any] = {}
         if not self.num_kv_heads:
             fill["num_kv_heads"] = self.num_attention_heads
-        if not self.head_dim:
+        if self.mla.enabled:
+            self._check_mla()
+            fill["head_dim"] = self.mla.qk_head_dim
+        elif not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
@@ -113,6 +121,20 @@ class ModelConfig:
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rope; nearest: {self.head_dim + 1}")
+
+    def _check_mla(self) -> None:
+        """Latent attention has a key and a value for each query head, and rotary positions."""
+        wrong = {
+            "num_kv_heads": self.num_kv_heads not in (0, self.num_attention_heads),
+            "head_dim": self.head_dim not in (0, self.mla.qk_head_dim),
+            "position": self.position != "rope",
+            "qk_norm": self.qk_norm,
+            "attention_bias": self.attention_bias,
+        }
+        right = (0, 0, "rope", False, False)
+        for (name, broken), value in zip(wrong.items(), right, strict=True):
+            if broken:
+                raise ValueError(f"{name} {getattr(self, name)!r} does not go with mla; nearest: {value!r}")
 
     @property
     def q_size(self) -> int:
@@ -133,12 +155,10 @@ class ModelConfig:
 def gemm_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
     """`{linear's name: (in_features, out_features, which of the two tp splits)}` of the decoder layers, in order.
 
-    Routers and routed experts are not among them (`expert_shapes`); shared experts are.
+    Split is "out", "in", or "" for a linear that every tp rank has whole. Routers and routed experts are not among
+    them (`expert_shapes`); shared experts are.
     """
-    attention = {
-        "attention.qkv": (config.hidden_size, config.qkv_size, "out"),
-        "attention.out": (config.q_size, config.hidden_size, "in"),
-    }
+    attention = _attention_shapes(config)
     dense = _mlp_shapes(config, "mlp", config.ffn_hidden_size)
     shared = _mlp_shapes(config, "mlp.shared", config.moe.shared_ffn_hidden_size)
     return {
@@ -169,6 +189,27 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
     }
     layers = [i for i in range(config.num_layers) if config.moe.is_moe_layer(i)]
     return {f"layers.{i}.mlp.experts.{name}": shape for i in layers for name, shape in kinds.items()}
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
+    hidden, mla = config.hidden_size, config.mla
+    if not mla.enabled:
+        return {
+            "attention.qkv": (hidden, config.qkv_size, "out"),
+            "attention.out": (config.q_size, hidden, "in"),
+        }
+    heads = config.num_attention_heads
+    shapes = {"attention.q": (hidden, config.q_size, "out")}
+    if mla.q_lora_rank:
+        shapes = {
+            "attention.q_down": (hidden, mla.q_lora_rank, ""),
+            "attention.q_up": (mla.q_lora_rank, config.q_size, "out"),
+        }
+    return shapes | {
+        "attention.kv_down": (hidden, mla.kv_lora_rank + mla.qk_rope_head_dim, ""),
+        "attention.kv_up": (mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), "out"),
+        "attention.out": (heads * mla.v_head_dim, hidden, "in"),
+    }
 
 
 def check_model(

@@ -18,8 +18,12 @@ def num_parameters(config: ModelConfig) -> int:
     """Elements of all parameters; a tied output layer counts once."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     norm = hidden * (2 if config.norm == "layernorm" else 1)
-    attention = hidden * (config.qkv_size + config.q_size)
-    attention += (config.qkv_size + hidden) * config.attention_bias + 2 * config.head_dim * config.qk_norm
+    layer = {n: i * o for n, (i, o, _) in gemm_shapes(config).items() if n.startswith("layers.0.attention.")}
+    attention = sum(layer.values()) + 2 * config.head_dim * config.qk_norm
+    if config.mla.enabled:
+        attention += config.mla.q_lora_rank + config.mla.kv_lora_rank  # the latents' norms
+    else:
+        attention += (config.qkv_size + hidden) * config.attention_bias
     mlp = (config.num_mlp_inputs + 1) * hidden * ffn
     mlp += (config.num_mlp_inputs * ffn + hidden) * config.mlp_bias
     embeddings = config.vocab_size * hidden * (1 if config.tied_embeddings else 2)
@@ -30,7 +34,9 @@ def num_parameters(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
     """Training FLOPs for one token, forward and backward, without recomputation."""
     linears = sum(inputs * outputs for inputs, outputs, _ in gemm_shapes(config).values())
-    attention = config.num_layers * config.q_size * sequence_length * (6 if causal else 12)
+    keys, values = config.q_size, config.num_attention_heads * config.mla.v_head_dim
+    width = (keys + values) / 2 if config.mla.enabled else keys
+    attention = config.num_layers * width * sequence_length * (6 if causal else 12)
     return 6.0 * (linears + config.hidden_size * config.vocab_size) + attention
 
 

@@ -241,14 +241,14 @@ class Kernels:
     """The functions above by name, as they are or compiled.
 
     Compilation happens at a kernel's first call; if it fails (no C++ compiler, say), one event is logged and all
-    kernels run uncompiled from then on.
+    kernels run uncompiled from then on. `more`: functions of other files.
     """
 
-    def __init__(self, *, compiled: bool = False) -> None:
-        self.compiled = compiled
-        self._calls: dict[str, Callable[..., Any]] = {f.__name__: f for f in _FUNCTIONS}
+    def __init__(self, *, compiled: bool = False, more: tuple[Callable[..., Any], ...] = ()) -> None:
+        self.compiled, self._functions = compiled, _FUNCTIONS + more
+        self._calls: dict[str, Callable[..., Any]] = {f.__name__: f for f in self._functions}
         if compiled:
-            self._calls = {f.__name__: self._guarded(f) for f in _FUNCTIONS}
+            self._calls = {f.__name__: self._guarded(f) for f in self._functions}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         try:
@@ -276,4 +276,4 @@ class Kernels:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             event(_logger, "torch.compile failed, layers run uncompiled", level=logging.WARNING, reason=reason)
         self.compiled = False
-        self._calls = {f.__name__: f for f in _FUNCTIONS}
+        self._calls = {f.__name__: f for f in self._functions}

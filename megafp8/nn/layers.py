@@ -19,9 +19,11 @@ from megafp8.nn.embedding import Embedding, PositionEmbedding
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.linear import ColumnLinear, RowLinear
 from megafp8.nn.loss import Output
+from megafp8.nn.mla import KERNELS as LATENT_KERNELS
+from megafp8.nn.mla import LATENT_EPS, LatentAttention, ReplicatedLinear
 from megafp8.nn.mlp import GELU, SwiGLU
 from megafp8.nn.norm import LayerNorm, RMSNorm
-from megafp8.nn.rope import Rotary
+from megafp8.nn.rope import Rotary, yarn_mscale
 from megafp8.parallel.context import local_places
 from megafp8.parallel.mesh import Mesh
 
@@ -48,6 +50,7 @@ class ModelShape(Protocol):
     rope_theta: float
     rope_scaling: Any
     qk_norm: bool
+    mla: Any
     attention_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
@@ -117,8 +120,9 @@ class OwnLayers:
     ) -> None:
         self.shape, self.mesh, self.dtype = shape, mesh, dtype
         self.states = dict(states)
-        self.kernels = Kernels(compiled=compiled)
-        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.max_sequence_length, shape.rope_scaling)
+        self.kernels = Kernels(compiled=compiled, more=LATENT_KERNELS)
+        rotated = shape.mla.qk_rope_head_dim if shape.mla.enabled else shape.head_dim
+        self.rotary = Rotary(rotated, shape.rope_theta, shape.max_sequence_length, shape.rope_scaling)
         # Megatron's and GPT-2's rule: what is added to the residual stream shrinks with the number of additions
         self.added_std = shape.init_std / (2 * shape.num_layers) ** 0.5
 
@@ -177,6 +181,8 @@ class OwnLayers:
         )
 
     def attention(self, name: str) -> nn.Module:
+        if self.shape.mla.enabled:
+            return self._latent_attention(name)
         s = self.shape
         q_size = s.num_attention_heads * s.head_dim
         return Attention(
@@ -189,6 +195,29 @@ class OwnLayers:
             dropout=s.attention_dropout,
             mesh=self.mesh,
             dtype=self.dtype,
+            kernels=self.kernels,
+        )
+
+    def _latent_attention(self, name: str) -> nn.Module:
+        s, mla, heads = self.shape, self.shape.mla, self.shape.num_attention_heads
+        q_rank, kv_rank, scaling = mla.q_lora_rank, mla.kv_lora_rank, s.rope_scaling
+        query = f"{name}.q_up" if q_rank else f"{name}.q"
+        sharper = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
+        return LatentAttention(
+            q_down=self._replicated(f"{name}.q_down", q_rank) if q_rank else None,
+            q_norm=self._latent_norm(q_rank) if q_rank else None,
+            q_up=self._column(query, (heads * mla.qk_head_dim,), inputs=q_rank or s.hidden_size),
+            kv_down=self._replicated(f"{name}.kv_down", kv_rank + mla.qk_rope_head_dim),
+            kv_norm=self._latent_norm(kv_rank),
+            kv_up=self._column(f"{name}.kv_up", (heads * (mla.qk_nope_head_dim + mla.v_head_dim),), inputs=kv_rank),
+            out=self._row(f"{name}.out", heads * mla.v_head_dim),
+            name=name,
+            num_heads=heads // self.mesh.size("tp"),
+            rope_dim=mla.qk_rope_head_dim,
+            scale=mla.qk_head_dim**-0.5 * sharper**2,  # as DeepSeek's own code: yarn's factor on q and k both
+            interleaved=mla.rope_interleave,
+            dropout=s.attention_dropout,
+            mesh=self.mesh,
             kernels=self.kernels,
         )
 
@@ -216,9 +245,22 @@ class OwnLayers:
             kernels=self.kernels,
         )
 
-    def _column(self, name: str, parts: tuple[int, ...], *, bias: bool) -> ColumnLinear:
-        return ColumnLinear(
+    def _latent_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, eps=LATENT_EPS, mesh=self.mesh, dtype=self.dtype, kernels=self.kernels)
+
+    def _replicated(self, name: str, outputs: int) -> ReplicatedLinear:
+        return ReplicatedLinear(
             self.shape.hidden_size,
+            outputs,
+            std=self.shape.init_std,
+            state=self.states.get(name),
+            mesh=self.mesh,
+            dtype=self.dtype,
+        )
+
+    def _column(self, name: str, parts: tuple[int, ...], *, bias: bool = False, inputs: int = 0) -> ColumnLinear:
+        return ColumnLinear(
+            inputs or self.shape.hidden_size,
             parts,
             bias=bias,
             std=self.shape.init_std,
@@ -227,7 +269,7 @@ class OwnLayers:
             dtype=self.dtype,
         )
 
-    def _row(self, name: str, in_features: int, *, bias: bool) -> RowLinear:
+    def _row(self, name: str, in_features: int, *, bias: bool = False) -> RowLinear:
         return RowLinear(
             in_features,
             self.shape.hidden_size,

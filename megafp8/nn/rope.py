@@ -25,6 +25,13 @@ class Scaling(Protocol):
     beta_fast: float
     beta_slow: float
     attention_factor: float
+    mscale: float
+    mscale_all_dim: float
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much yarn sharpens attention when a sequence is `factor` times as long (Peng et al. 2023, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,14 @@ class Rotary:
             case "llama3":
                 return self._llama3(inverse), 1.0
             case "yarn":
-                factor = rule.attention_factor or (0.1 * math.log(rule.factor) + 1.0 if rule.factor > 1 else 1.0)
-                return self._yarn(inverse), factor
+                return self._yarn(inverse), rule.attention_factor or self._yarn_factor()
         return inverse, 1.0
+
+    def _yarn_factor(self) -> float:
+        rule = self.scaling
+        if rule.mscale and rule.mscale_all_dim:
+            return yarn_mscale(rule.factor, rule.mscale) / yarn_mscale(rule.factor, rule.mscale_all_dim)
+        return yarn_mscale(rule.factor)
 
     def _llama3(self, inverse: Tensor) -> Tensor:
         """Long wavelengths divided by the factor, short ones kept, a linear blend between ("The Llama 3 Herd")."""

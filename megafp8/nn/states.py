@@ -29,7 +29,7 @@ def linear_states(
     """The FP8 state of every linear that the plan puts in FP8, by name.
 
     Args:
-        shapes: `{linear: (in_features, out_features, which of them tp splits)}`, whole dims.
+        shapes: `{linear: (in_features, out_features, which of them tp splits, if any)}`, whole dims.
 
     Raises:
         ConfigError: a pattern without a match, dims that FP8 cannot take, a backend that refuses; all at once.
@@ -48,7 +48,7 @@ def linear_states(
     for name, (inputs, outputs, side) in shapes.items():
         if plan[name] == "none":
             continue
-        local = (inputs // tp, outputs) if side == "in" else (inputs, outputs // tp)
+        local = (inputs // tp if side == "in" else inputs, outputs // tp if side == "out" else outputs)
         reason = chosen.supports(recipes[plan[name]], *local)
         if reason:
             refusals[f"{name.split('.', 2)[2]} in recipe {plan[name]}: backend {chosen.name}: {reason}"] = None
