@@ -54,7 +54,10 @@ class RopeScaling:
 class ModelConfig:
     """A decoder. `preset` or `family` fills what is not given."""
 
-    family: Annotated[Literal["llama", "qwen3", "gpt"], Field(description="defaults, foreign names")] = "llama"
+    family: Annotated[
+        Literal["llama", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"],
+        Field(description="defaults, foreign names"),
+    ] = "llama"
     num_layers: Annotated[int, Field(gt=0, description="decoder layers")] = 8
     hidden_size: Annotated[int, Field(gt=0, description="width of the residual stream")] = 512
     ffn_hidden_size: Annotated[int, Field(gt=0, description="width of the MLP")] = 1408
@@ -91,10 +94,11 @@ class ModelConfig:
         family = FAMILIES.get(str(given.get("family", start.get("family", "llama"))))
         if family is not None and start.get("family", family.name) != family.name:
             raise ValueError(f"preset {given['preset']} is not of family {family.name}; leave family out")
-        for section in ("moe", "mla"):  # what is written there is laid over the preset's section
+        base = {**(family.defaults if family else {}), **start}
+        for section in ("moe", "mla"):  # what is written there is laid over the preset's or the family's section
             if isinstance(given.get(section), Mapping):
-                given[section] = {**start.get(section, {}), **given[section]}
-        return {**(family.defaults if family else {}), **start, **given}
+                given[section] = {**base.get(section, {}), **given[section]}
+        return {**base, **given}
 
     def __post_init__(self) -> None:
         fill: dict[str, Any] = {}

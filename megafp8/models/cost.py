@@ -9,35 +9,89 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.models.config import ModelConfig, gemm_shapes
+from megafp8.models.config import ModelConfig, expert_shapes, gemm_shapes
 
 _BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Elements of all parameters; a tied output layer counts once."""
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    """Elements of all parameters; a tied output layer counts once. The experts' balance bias is not one of them."""
+    linears = _elements(gemm_shapes(config)) + config.moe.num_experts * _elements(expert_shapes(config))
+    positions = config.max_sequence_length * config.hidden_size * (config.position == "learned")
+    return linears + routers(config) + _small_parameters(config) + _embeddings(config) + positions
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Elements of the parameters that one token passes: of the routed experts only its top_k."""
+    idle = config.moe.num_experts - config.moe.top_k if config.moe.num_experts else 0
+    return num_parameters(config) - idle * _elements(expert_shapes(config))
+
+
+def moe_layers(config: ModelConfig) -> int:
+    """How many layers have experts."""
+    return sum(config.moe.is_moe_layer(i) for i in range(config.num_layers))
+
+
+def routers(config: ModelConfig) -> int:
+    """Elements of all routers' weights."""
+    return moe_layers(config) * config.moe.num_experts * config.hidden_size
+
+
+def _elements(shapes: dict[str, tuple[int, int, str]]) -> int:
+    return sum(inputs * outputs for inputs, outputs, _ in shapes.values())
+
+
+def _embeddings(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+
+
+def _small_parameters(config: ModelConfig) -> int:
+    """Norms and biases."""
+    hidden, layers = config.hidden_size, config.num_layers
     norm = hidden * (2 if config.norm == "layernorm" else 1)
-    layer = {n: i * o for n, (i, o, _) in gemm_shapes(config).items() if n.startswith("layers.0.attention.")}
-    attention = sum(layer.values()) + 2 * config.head_dim * config.qk_norm
+    total = (2 * layers + 1) * norm
     if config.mla.enabled:
-        attention += config.mla.q_lora_rank + config.mla.kv_lora_rank  # the latents' norms
-    else:
-        attention += (config.qkv_size + hidden) * config.attention_bias
-    mlp = (config.num_mlp_inputs + 1) * hidden * ffn
-    mlp += (config.num_mlp_inputs * ffn + hidden) * config.mlp_bias
-    embeddings = config.vocab_size * hidden * (1 if config.tied_embeddings else 2)
-    positions = config.max_sequence_length * hidden * (config.position == "learned")
-    return config.num_layers * (attention + mlp + 2 * norm) + norm + embeddings + positions
+        return total + layers * (config.mla.q_lora_rank + config.mla.kv_lora_rank)
+    total += layers * (2 * config.head_dim * config.qk_norm + (config.qkv_size + hidden) * config.attention_bias)
+    return total + layers * (config.num_mlp_inputs * config.ffn_hidden_size + hidden) * config.mlp_bias
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
-    """Training FLOPs for one token, forward and backward, without recomputation."""
-    linears = sum(inputs * outputs for inputs, outputs, _ in gemm_shapes(config).values())
-    keys, values = config.q_size, config.num_attention_heads * config.mla.v_head_dim
-    width = (keys + values) / 2 if config.mla.enabled else keys
-    attention = config.num_layers * width * sequence_length * (6 if causal else 12)
-    return 6.0 * (linears + config.hidden_size * config.vocab_size) + attention
+    """Training FLOPs for one token, forward and backward, without recomputation.
+
+    Of the experts a token's own count (top_k and the shared ones), and the router. Capacity and drops do not show.
+    """
+    linears = _elements(gemm_shapes(config)) + routers(config)
+    if config.moe.num_experts:
+        linears += config.moe.top_k * _elements(expert_shapes(config))
+    return 6.0 * (linears + config.hidden_size * config.vocab_size) + _core_flops(config, causal) * sequence_length
+
+
+def hardware_flops_per_token(
+    config: ModelConfig, sequence_length: int, *, causal: bool, recompute: str = "none", recomputed_layers: int = 0
+) -> float:
+    """`flops_per_token` and what recomputation adds: the forward pass of the layers done twice (HFU against MFU).
+
+    Selective recomputation repeats elementwise work only (the attention core's, too, where weights are dropped, is
+    counted by nobody), so it adds nothing here.
+
+    Args:
+        recomputed_layers: of the whole model, under "full"; 0 = all.
+    """
+    once = flops_per_token(config, sequence_length, causal=causal)
+    if recompute != "full":
+        return once
+    layers = (once - 6.0 * config.hidden_size * config.vocab_size) / 3
+    return once + layers * (recomputed_layers or config.num_layers) / config.num_layers
+
+
+def _core_flops(config: ModelConfig, causal: bool) -> float:
+    """The attention core's training FLOPs for one token and one position of the sequence, all layers."""
+    mla = config.mla
+    width = config.q_size
+    if mla.enabled:
+        width = config.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim) / 2
+    return config.num_layers * width * (6 if causal else 12)
 
 
 @dataclass(frozen=True)

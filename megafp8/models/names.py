@@ -65,20 +65,12 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the family's Hugging Face class cannot express this config.
     """
     family = FAMILIES[config.family]
-    fixed: tuple[str, ...] = ("norm", "activation", "position", "qk_norm")
-    fixed += {"llama": (), "qwen3": ("mlp_bias",), "gpt": ("attention_bias", "mlp_bias")}[config.family]
-    for name in fixed:
-        if getattr(config, name) != family.defaults[name]:
-            raise ConfigError(
-                f"model.{name} = {getattr(config, name)!r} cannot be exported: Hugging Face's {family.model_type} has "
-                f"{family.defaults[name]!r}"
-            )
-    if config.family == "gpt" and (config.q_size, config.num_kv_heads) != (
-        config.hidden_size,
-        config.num_attention_heads,
-    ):
-        raise ConfigError("model: GPT-2 has head_dim = hidden_size / num_attention_heads and no shared kv heads")
-    return family.to_config(to_dict(config))
+    section = to_dict(config)
+    problems = family.problems(section)
+    if problems:
+        head = f"cannot be exported as Hugging Face's {family.model_type}: "
+        raise ConfigError("\n".join(head + problem for problem in problems))
+    return family.to_config(section)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -91,29 +83,52 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model_type = str(config.get("model_type"))
     if model_type not in families:
         raise ConfigError(f"model_type {model_type!r} is not one of: {', '.join(families)}")
-    return ModelConfig(**families[model_type].from_config(config))
+    try:
+        return ModelConfig(**families[model_type].from_config(config))
+    except ValueError as error:
+        raise ConfigError(f"config.json of a {model_type}: {error}") from error
 
 
 def _rules(config: ModelConfig) -> Iterator[Rule]:
-    """The rules of the tensors that this config has, layer numbers filled in."""
+    """The rules of the tensors that this config has, numbers of layers and experts filled in."""
+    experts = range(config.moe.num_experts)
     for rule in FAMILIES[config.family].rules:
-        if not _has(config, rule.ours):
-            continue
         if "{i}" not in rule.ours:
-            yield rule
+            if _has(config, rule.ours):
+                yield rule
             continue
         for i in range(config.num_layers):
-            yield Rule(rule.ours.format(i=i), tuple(name.format(i=i) for name in rule.theirs), rule.kind)
+            if _has(config, rule.ours, i):
+                numbers = experts if "{e}" in rule.theirs[0] else range(1)
+                names = (name.format(i=i, e=e) for e in numbers for name in rule.theirs)
+                yield Rule(rule.ours.format(i=i), tuple(names), rule.kind)
 
 
-def _has(config: ModelConfig, name: str) -> bool:
+def _has(config: ModelConfig, name: str, layer: int = -1) -> bool:
+    """Whether the config has the tensor of this rule's name, in this layer."""
     if name == "output.weight":
         return not config.tied_embeddings
+    if ".attention." in name and config.mla.enabled:
+        latent = any(f".{part}." in name for part in ("q_down", "q_norm", "q_up"))
+        return bool(config.mla.q_lora_rank) == latent if latent or ".q." in name else True
     if ".q_norm." in name or ".k_norm." in name:
         return config.qk_norm
+    if ".mlp." in name:
+        return _has_mlp(config, name, layer)
     if name.endswith(".bias") and "norm" not in name:
-        return config.attention_bias if ".attention." in name else config.mlp_bias
+        return config.attention_bias
     return True
+
+
+def _has_mlp(config: ModelConfig, name: str, layer: int) -> bool:
+    moe = config.moe
+    if ".router.bias" in name:
+        return moe.has_bias and moe.is_moe_layer(layer)
+    if ".mlp.shared." in name:
+        return moe.num_shared_experts > 0 and moe.is_moe_layer(layer)
+    if ".router." in name or ".experts." in name:
+        return moe.is_moe_layer(layer)
+    return not moe.is_moe_layer(layer) and (config.mlp_bias or not name.endswith(".bias"))
 
 
 def _split(config: ModelConfig, kind: Kind, tensor: Tensor) -> list[Tensor]:
@@ -123,7 +138,9 @@ def _split(config: ModelConfig, kind: Kind, tensor: Tensor) -> list[Tensor]:
         case "conv1d":
             parts = [tensor.T]
         case "stack":
-            parts = [tensor[0], tensor[1]]
+            parts = list(tensor)
+        case "stack_pairs":
+            parts = [matrix for pair in tensor for matrix in pair]
         case _:
             g, d = config.num_kv_heads, config.head_dim
             r = config.num_attention_heads // g
@@ -144,11 +161,11 @@ def _join(config: ModelConfig, kind: Kind, parts: list[Tensor]) -> Tensor:
             return parts[0]
         case "conv1d":
             return parts[0].T.contiguous()
-        case "stack":
+        case "stack" | "stack_pairs":
             whole = parts[0].new_empty((len(parts), *parts[0].shape))
             for i, part in enumerate(parts):
                 whole[i] = part
-            return whole
+            return whole if kind == "stack" else whole.reshape(-1, 2, *parts[0].shape)
         case "conv1d_qkv":
             parts = [parts[0].T]
     if len(parts) == 1:

@@ -9,10 +9,11 @@ from typing import Any
 
 from megafp8.core.config import nearest
 from megafp8.core.errors import ConfigError
-from megafp8.models.families import gpt, llama, qwen3
+from megafp8.models.families import deepseek, gpt, llama, mixtral, qwen3, qwen3_moe
 from megafp8.models.families.rules import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, qwen3.FAMILY, gpt.FAMILY)}
+_MODULES = (llama, qwen3, gpt, mixtral, qwen3_moe, deepseek)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
 def preset_names() -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megafp8.models.families.llama import dims
+from megafp8.models.families.llama import dims, fixed_problems
 from megafp8.models.families.rules import Family, Rule
 
 DEFAULTS: dict[str, Any] = {
@@ -73,4 +73,13 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"family": "gpt", **DEFAULTS, **model, "num_kv_heads": config["n_head"]}
 
 
-FAMILY = Family("gpt", "gpt2", DEFAULTS, PRESETS, RULES, to_config, from_config)
+def problems(model: Mapping[str, Any]) -> list[str]:
+    """What Hugging Face's class cannot express."""
+    found = fixed_problems(model, DEFAULTS)
+    heads, width = model["num_attention_heads"], model["num_attention_heads"] * model["head_dim"]
+    if (width, model["num_kv_heads"]) != (model["hidden_size"], heads):
+        found.append("model: it has head_dim = hidden_size / num_attention_heads and no shared kv heads")
+    return found
+
+
+FAMILY = Family("gpt", "gpt2", DEFAULTS, PRESETS, RULES, to_config, from_config, problems)

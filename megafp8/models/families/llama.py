@@ -78,12 +78,12 @@ _KEYS = {
 _SCALING_KEYS = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
     "original_max_length": "original_max_position_embeddings", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
+    "attention_factor": "attention_factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
 }  # fmt: skip
 _SCALING_USES = {
     "linear": ("factor",), "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_length"),
-    "yarn": ("factor", "original_max_length", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_max_length", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }  # fmt: skip
 
 
@@ -117,4 +117,38 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"family": "llama", **DEFAULTS, **model}
 
 
-FAMILY = Family("llama", "llama", DEFAULTS, PRESETS, RULES, to_config, from_config)
+def fixed_problems(
+    model: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    biases: tuple[str, ...] = ("attention_bias", "mlp_bias"),
+    latent: bool = False,
+) -> list[str]:
+    """What a family's class cannot express of what all models have: a line each.
+
+    Args:
+        biases: those that the class has no choice about.
+        latent: whether the class has latent attention.
+    """
+    names = ("norm", "activation", "position", "qk_norm", *biases)
+    problems = [
+        f"model.{name} = {model[name]!r}: it has {defaults[name]!r}" for name in names if model[name] != defaults[name]
+    ]
+    if (model["mla"]["kv_lora_rank"] > 0) != latent:
+        problems.append(f"model.mla: it has {'' if latent else 'no '}latent attention")
+    if (model["moe"]["num_experts"] > 0) != ("moe" in defaults):
+        problems.append(f"model.moe: it has {'' if 'moe' in defaults else 'no '}experts")
+    return problems
+
+
+def expert_problems(moe: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[str]:
+    """What a family's class cannot express of our experts' section: `fixed` is all that it can."""
+    return [f"model.moe.{name} = {moe[name]!r}: it has {v!r}" for name, v in fixed.items() if moe[name] != v]
+
+
+def problems(model: Mapping[str, Any]) -> list[str]:
+    """What Hugging Face's class cannot express."""
+    return fixed_problems(model, DEFAULTS, biases=())
+
+
+FAMILY = Family("llama", "llama", DEFAULTS, PRESETS, RULES, to_config, from_config, problems)

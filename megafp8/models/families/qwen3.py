@@ -42,4 +42,9 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return llama.from_config(config) | {"family": "qwen3", "qk_norm": True}
 
 
-FAMILY = Family("qwen3", "qwen3", DEFAULTS, PRESETS, llama.RULES, to_config, from_config)
+def problems(model: Mapping[str, Any]) -> list[str]:
+    """What Hugging Face's class cannot express."""
+    return llama.fixed_problems(model, DEFAULTS, biases=("mlp_bias",))
+
+
+FAMILY = Family("qwen3", "qwen3", DEFAULTS, PRESETS, llama.RULES, to_config, from_config, problems)
