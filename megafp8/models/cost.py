@@ -88,7 +88,7 @@ def hardware_flops_per_token(
 def _core_flops(config: ModelConfig, causal: bool) -> float:
     """The attention core's training FLOPs for one token and one position of the sequence, all layers."""
     mla = config.mla
-    width = config.q_size
+    width: float = config.q_size
     if mla.enabled:
         width = config.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim) / 2
     return config.num_layers * width * (6 if causal else 12)

@@ -66,10 +66,10 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     section = to_dict(config)
-    problems = family.problems(section)
+    problems = [problem.split(": it ", 1) for problem in family.problems(section)]
     if problems:
-        head = f"cannot be exported as Hugging Face's {family.model_type}: "
-        raise ConfigError("\n".join(head + problem for problem in problems))
+        who = f"Hugging Face's {family.model_type}"
+        raise ConfigError("\n".join(f"{what} cannot be exported: {who} {has}" for what, has in problems))
     return family.to_config(section)
 
 

@@ -22,11 +22,12 @@ from megafp8.core.layout import Layout
 from megafp8.fp8.linear import LinearState
 from megafp8.nn.attention import _fused, _unfused
 from megafp8.nn.context import Context
+from megafp8.nn.gemm import linear
 from megafp8.nn.kernels import Kernels, wide
-from megafp8.nn.linear import ColumnLinear, RowLinear, _product, enter
+from megafp8.nn.linear import ColumnLinear, RowLinear, enter
 from megafp8.nn.norm import RMSNorm
 from megafp8.nn.parameter import Init, declare
-from megafp8.nn.recompute import Rebuild, rebuilt
+from megafp8.nn.recompute import Rebuild
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -138,8 +139,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        with rebuilt(x, rebuild):
-            return _product(x, self.weight, None, self.state)
+        return linear(x, self.weight, None, self.state, rebuild)
 
 
 class LatentAttention(nn.Module):

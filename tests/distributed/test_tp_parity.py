@@ -27,6 +27,10 @@ MODELS: dict[str, Values] = {
     "llama": {"family": "llama", **SMALL},
     "llama_tied": {"family": "llama", "tied_embeddings": True, "attention_bias": True, "mlp_bias": True, **SMALL},
     "qwen3": {"family": "qwen3", "head_dim": 8, **SMALL},
+    "latent": {
+        "family": "llama", **SMALL, "num_kv_heads": 8,
+        "mla": {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3},
+    },
     "gpt": {"family": "gpt", **SMALL, "num_kv_heads": 8},
     "gpt_dropout": {"family": "gpt", "hidden_dropout": 0.2, "attention_dropout": 0.2, **SMALL, "num_kv_heads": 8},
 }

@@ -36,7 +36,8 @@ class Family:
         rules: every tensor a model of the family can have; a model uses those that its config asks for.
         to_config: our model section (dict) -> Hugging Face's config.json (dict).
         from_config: Hugging Face's config.json (dict) -> our model section (dict).
-        problems: what of our model section (dict, filled in) Hugging Face's class cannot express, a line each.
+        problems: what of our model section (dict, filled in) Hugging Face's class cannot express, each as
+            "<what>: it has <what the class has>".
     """
 
     name: str
