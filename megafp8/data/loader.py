@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megafp8.core.errors import ConfigError, DataError
+from megafp8.data.batch_size import BatchSize, batch_problems
 from megafp8.data.blend import Samples
 from megafp8.data.config import DataConfig, DatasetConfig
 
@@ -55,7 +56,8 @@ class Loader:
 
     Args:
         source: a Blend or SampleStream.
-        micro_batch, global_batch: samples in a micro-batch of one rank, and in a step of all.
+        micro_batch: samples in a micro-batch of one rank.
+        global_batch: samples in a step of all ranks; a BatchSize may ramp up.
         dp_rank, dp_size: which share of a step is ours.
         consumed_samples: where to start; the number of samples all ranks have consumed.
         eod_id: the id that ends a document.
@@ -64,7 +66,7 @@ class Loader:
         vocab_size: ids from here on are refused, 0: not checked.
 
     Raises:
-        ConfigError: global_batch is no multiple of micro_batch * dp_size.
+        ConfigError: a global batch is no multiple of micro_batch * dp_size.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Loader:
         source: Samples,
         *,
         micro_batch: int,
-        global_batch: int,
+        global_batch: int | BatchSize,
         dp_rank: int,
         dp_size: int,
         eod_id: int,
@@ -81,32 +83,33 @@ class Loader:
         mask_eod_loss: bool = False,
         vocab_size: int = 0,
     ) -> None:
-        unit = micro_batch * dp_size
-        if global_batch % unit or global_batch < 1:
-            lower, upper = global_batch // unit * unit, (global_batch // unit + 1) * unit
-            near = f"{lower}, {upper}" if lower else f"{upper}"
-            raise ConfigError(
-                f"global_batch {global_batch} is not divisible by dp {dp_size} x micro_batch {micro_batch}; "
-                f"nearest: {near}"
-            )
+        batches = global_batch if isinstance(global_batch, BatchSize) else BatchSize(global_batch)
+        problems = batch_problems(batches.full, batches.ramp, dp=dp_size, micro_batch=micro_batch)
+        if problems:
+            raise ConfigError("\n".join(problems))
         assert 0 <= dp_rank < dp_size and consumed_samples >= 0
-        self.source, self.micro_batch, self.global_batch = source, micro_batch, global_batch
+        self.source, self.micro_batch, self.batches = source, micro_batch, batches
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
         self.eod_id, self.document_mask, self.mask_eod_loss = eod_id, document_mask, mask_eod_loss
         self.vocab_size = vocab_size
 
     @property
+    def global_batch(self) -> int:
+        """Samples of the next step over all ranks; a pure function of `consumed_samples`."""
+        return self.batches.at(self.consumed_samples)
+
+    @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of this rank in a step."""
+        """Micro-batches of this rank in the next step."""
         return self.global_batch // (self.micro_batch * self.dp_size)
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; advances `consumed_samples` by the global batch."""
-        batches = []
+        global_batch, batches = self.global_batch, []
         for number in range(self.num_micro_batches):
             start = self.consumed_samples + (number * self.dp_size + self.dp_rank) * self.micro_batch
             batches.append(self.batch(np.arange(start, start + self.micro_batch, dtype=np.int64)))
-        self.consumed_samples += self.global_batch
+        self.consumed_samples += global_batch
         return batches
 
     def batch(self, sample_ids: np.ndarray) -> Batch:

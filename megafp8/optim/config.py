@@ -46,35 +46,24 @@ class OptimizerConfig:
         Field(description="shape of the learning rate after warm-up"),
     ] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0, description="steps of linear warm-up, the last at the peak")] = 0
+    warmup_tokens: Annotated[int, Field(ge=0, description="the same in tokens; 0 = warmup_steps says it")] = 0
     decay_steps: Annotated[int, Field(ge=0, description="step at which decay ends; 0 = train.steps")] = 0
+    decay_tokens: Annotated[int, Field(ge=0, description="the same in tokens; 0 = decay_steps says it")] = 0
     wsd_decay_steps: Annotated[int, Field(ge=0, description="steps of the final decay, wsd only")] = 0
+    wsd_decay_tokens: Annotated[int, Field(ge=0, description="the same in tokens; 0 = wsd_decay_steps")] = 0
 
     def __post_init__(self) -> None:
         problems = []
         if self.min_lr > self.lr and self.schedule != "constant":
             problems.append(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; use at most {self.lr:g}")
-        if self.schedule == "wsd" and self.wsd_decay_steps == 0:
-            problems.append("schedule wsd needs wsd_decay_steps > 0, the length of its final decay")
-        if self.schedule != "wsd" and self.wsd_decay_steps > 0:
-            problems.append(
-                f"wsd_decay_steps {self.wsd_decay_steps} is for wsd, not {self.schedule}; use 0 or wsd"
-            )
+        for part in ("warmup", "decay", "wsd_decay"):
+            steps, tokens = getattr(self, f"{part}_steps"), getattr(self, f"{part}_tokens")
+            if steps and tokens:
+                problems.append(f"{part}_steps {steps} and {part}_tokens {tokens} say one thing twice; set one")
+        tail = {n: getattr(self, n) for n in ("wsd_decay_steps", "wsd_decay_tokens") if getattr(self, n)}
+        if self.schedule == "wsd" and not tail:
+            problems.append("schedule wsd needs wsd_decay_steps > 0 (or wsd_decay_tokens), its final decay")
+        if self.schedule != "wsd":
+            problems += [f"{n} {v} is for wsd, not {self.schedule}; use 0 or wsd" for n, v in tail.items()]
         if problems:
             raise ValueError("; ".join(problems))
-
-
-def check_schedule(config: OptimizerConfig, total_steps: int) -> list[str]:
-    """Rules that need the length of the run: a line each with the way out; empty if all hold."""
-    end = config.decay_steps or total_steps
-    origin = "optimizer.decay_steps" if config.decay_steps else "train.steps"
-    if config.schedule in ("constant", "inverse_sqrt"):
-        return []
-    warmup, tail = config.warmup_steps, config.wsd_decay_steps
-    if warmup >= end:
-        return [f"optimizer.warmup_steps = {warmup} is not before {origin} = {end}; use at most {end - 1}"]
-    if warmup + tail > end:
-        return [
-            f"optimizer.warmup_steps {warmup} + wsd_decay_steps {tail} is beyond {origin} = {end}; "
-            f"use wsd_decay_steps <= {end - warmup}"
-        ]
-    return []

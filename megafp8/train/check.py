@@ -11,7 +11,7 @@ from megafp8.models.config import gemm_shapes
 from megafp8.models.cost import checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
 from megafp8.nn.precision import plan_gemms
 from megafp8.parallel.mesh_config import axis_sizes, check_mesh
-from megafp8.train.config import RunConfig, check_run
+from megafp8.train.config import RunConfig, batches_of, check_run
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def _precision_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _mesh_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
     sizes = axis_sizes(config.parallel, world)
-    micro = config.train.global_batch // (config.train.micro_batch * sizes["dp"])
+    unit = config.train.micro_batch * sizes["dp"]
+    counts = [str(batch // unit) for batch in batches_of(config).sizes()]
+    micro = counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     shown = " ".join(f"{axis}={sizes[axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
     return [
         ("ranks", f"{world}: {shown}"),
@@ -98,8 +100,13 @@ def _memory_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _token_rows(config: RunConfig) -> list[tuple[str, str]]:
-    a_step = config.train.global_batch * config.data.sequence_length
-    return [("tokens", f"{a_step:,} a step, {a_step * config.train.steps:,} in {config.train.steps:,} steps")]
+    sizes = [batch * config.data.sequence_length for batch in batches_of(config).sizes()]
+    a_step = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} ({len(sizes)} batch sizes)"
+    return [("tokens", f"{a_step} a step, {_run_tokens(config):,} in {config.train.steps:,} steps")]
+
+
+def _run_tokens(config: RunConfig) -> int:
+    return batches_of(config).consumed_after(config.train.steps) * config.data.sequence_length
 
 
 def _corpus_rows(config: RunConfig) -> list[tuple[str, str]]:
@@ -116,8 +123,7 @@ def _corpus_rows(config: RunConfig) -> list[tuple[str, str]]:
             rows.append((f"{kind} {source.path}", held))
             known += dataset.num_tokens if kind == "train" else 0
     if known:
-        wanted = config.train.global_batch * config.data.sequence_length * config.train.steps
-        rows.append(("epochs", f"{wanted / known:.2f}"))
+        rows.append(("epochs", f"{_run_tokens(config) / known:.2f}"))
     return rows
 
 

@@ -14,10 +14,12 @@ from pydantic import Field
 from megafp8.checkpoint.config import CheckpointConfig
 from megafp8.core.config import apply_overrides, build, config_dataclass, load_toml
 from megafp8.core.errors import ConfigError
+from megafp8.data.batch_size import BatchSize, batch_problems, ramp_problems
 from megafp8.data.config import DataConfig
 from megafp8.models.config import ModelConfig, check_model
 from megafp8.nn.precision import FP8_MULTIPLE, PrecisionConfig
-from megafp8.optim.config import OptimizerConfig, check_schedule
+from megafp8.optim.config import OptimizerConfig
+from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
 
 
@@ -36,6 +38,10 @@ class TrainSection:
 
     steps: Annotated[int, Field(gt=0, description="optimizer steps")]
     global_batch: Annotated[int, Field(gt=0, description="sequences a step, over all ranks")]
+    batch_ramp: Annotated[
+        tuple[int, ...],
+        Field(description="[start, increment, samples]: the batch grows to global_batch over so many; [] = no ramp"),
+    ] = ()
     micro_batch: Annotated[int, Field(gt=0, description="sequences a forward pass of one rank")] = 1
     eval_interval: Annotated[int, Field(ge=0, description="steps between evaluations; 0 = only after the last")] = 100
     eval_samples: Annotated[int, Field(gt=0, description="validation sequences of each set, always the same ones")] = 64
@@ -51,6 +57,11 @@ class TrainSection:
     ] = 5
     threads: Annotated[int, Field(ge=0, description="CPU threads a rank; 0 = cores / local ranks")] = 0
     timeout_seconds: Annotated[int, Field(gt=0, description="after which a silent rank ends the run")] = 600
+
+    def __post_init__(self) -> None:
+        problems = ramp_problems(self.global_batch, self.batch_ramp)
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 @config_dataclass
@@ -109,9 +120,9 @@ def check_run(config: RunConfig, world: int) -> list[str]:
         precision=config.precision,
     )
     if not mesh_problems:
-        problems += _batch_problems(config.train, axis_sizes(config.parallel, world)["dp"])
+        problems += _batch_problems(config, world)
     problems += _token_problems(config)
-    return problems + check_schedule(config.optimizer, config.train.steps)
+    return problems + schedule_of(config).problems()
 
 
 def _token_problems(config: RunConfig) -> list[str]:
@@ -127,16 +138,25 @@ def _token_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _batch_problems(train: TrainSection, dp: int) -> list[str]:
-    unit = dp * train.micro_batch
-    if train.global_batch % unit == 0:
-        return []
-    near = train.global_batch // unit * unit
-    choices = ", ".join(str(n) for n in (near, near + unit) if n)
-    return [
-        f"train.global_batch {train.global_batch} is not divisible by dp {dp} x train.micro_batch "
-        f"{train.micro_batch}; nearest: {choices}"
-    ]
+def _batch_problems(config: RunConfig, world: int) -> list[str]:
+    train = config.train
+    dp = axis_sizes(config.parallel, world)["dp"]
+    return batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
+
+
+def batches_of(config: RunConfig) -> BatchSize:
+    """The global batch of each step of this run."""
+    return BatchSize(config.train.global_batch, config.train.batch_ramp)
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    """The learning rate of each step of this run."""
+    return Schedule(
+        config.optimizer,
+        batches_of(config),
+        sequence_length=config.data.sequence_length,
+        total_steps=config.train.steps,
+    )
 
 
 def refuse_broken(config: RunConfig, world: int) -> None:

@@ -18,11 +18,10 @@ from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
 from megafp8.models.cost import flops_per_token
-from megafp8.optim.lr import learning_rate
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.launch import shutdown
 from megafp8.train import folder, metrics
-from megafp8.train.config import RunConfig
+from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
@@ -85,7 +84,7 @@ class Run:
     run_seconds: float = 0.0  # of all attempts
     productive_seconds: float = 0.0  # of the steps that count
     began: float = field(default_factory=time.perf_counter)
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))  # seconds of the last steps
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))  # seconds a sample in the last steps
 
     def __post_init__(self) -> None:
         config, parts = self.parts.config, self.parts
@@ -93,7 +92,8 @@ class Run:
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
         self.gpu = GpuReadings(parts.device)
-        self.tokens_per_step = config.train.global_batch * config.data.sequence_length
+        self.learning_rate = schedule_of(config)
+        self.total_samples = batches_of(config).consumed_after(config.train.steps)
         model, sequence = config.model, config.data.sequence_length
         self.flops_per_token = tuple(flops_per_token(model, sequence, causal=causal) for causal in (True, False))
         self.peak = peak_flops(parts.device, parts.dtype)
@@ -131,7 +131,8 @@ class Run:
     def _one_step(self, bar: StepBar) -> None:
         config, parts = self.parts.config, self.parts
         self.step += 1
-        rate = learning_rate(config.optimizer, self.step, config.train.steps)
+        samples = parts.loader.consumed_samples + parts.loader.global_batch
+        rate = self.learning_rate(step=self.step, consumed_samples=samples)
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
         if wants_stats:
             stats.arm(parts.fp8_states.values())
@@ -140,7 +141,8 @@ class Run:
         seconds = time.perf_counter() - start
         self.loss = result.loss
         self._write_step(result, rate, seconds)
-        bar.advance(loss=result.loss, tokens_per_second=self.tokens_per_step / seconds)
+        tokens = result.num_sequences * config.data.sequence_length
+        bar.advance(loss=result.loss, tokens_per_second=tokens / seconds, eta_seconds=self._eta())
         if wants_stats and parts.fp8_states:
             self.writer.write("fp8", self.step, stats=stats.read(parts.fp8_states.values()))
         self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm)
@@ -153,8 +155,8 @@ class Run:
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts
         self.productive_seconds += seconds if result.finite else 0.0
-        self.recent.append(seconds)
-        tokens = self.tokens_per_step
+        self.recent.append(seconds / result.num_sequences)
+        tokens = result.num_sequences * config.data.sequence_length
         per_rank = tokens / seconds / parts.mesh.world
         causal, full = self.flops_per_token
         elapsed = self.run_seconds + time.perf_counter() - self.began
@@ -166,7 +168,7 @@ class Run:
             "grad_norm": result.grad_norm,
             "lr": rate,
             "loss_scale": 1.0,
-            "global_batch": config.train.global_batch,
+            "global_batch": result.num_sequences,
             "world_size": parts.mesh.world,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -183,13 +185,20 @@ class Run:
         }
         self.writer.write("train", self.step, **record)
         if self.step % config.log.interval == 0 or self.step in (1, config.train.steps):
-            # the median leaves out the first step's compilation and a step that a neighbour disturbed
-            eta = statistics.median(self.recent) * (config.train.steps - self.step)
-            line = metrics.console_line({"step": self.step, **record}, steps=config.train.steps, eta_seconds=eta)
+            done = {"step": self.step, **record}
+            line = metrics.console_line(done, steps=config.train.steps, eta_seconds=self._eta())
             event(logger, line)
             reading = self.gpu.read()
             if reading:
                 self.writer.write("gpu", self.step, stats=reading)
+
+    def _eta(self) -> float:
+        """Seconds to the end at the pace of a sample in the last steps: a batch ramp changes that of a step."""
+        if self.step >= self.parts.config.train.steps:
+            return 0.0
+        # the median leaves out the first step's compilation and a step that a neighbour disturbed
+        left = self.total_samples - self.parts.loader.consumed_samples
+        return statistics.median(self.recent) * max(0, left)
 
     def _evaluate(self) -> None:
         self.evals = tuple(self.evaluate())

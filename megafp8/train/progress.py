@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StepBar:
@@ -19,12 +20,11 @@ class StepBar:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("eta {task.fields[eta]}"),
             console=Console(stderr=True),
             disable=not (enabled and sys.stderr.isatty()),
         )
-        self._task = self._progress.add_task(name, total=steps, completed=start, rate="")
+        self._task = self._progress.add_task(name, total=steps, completed=start, rate="", eta="-:--:--")
 
     def __enter__(self) -> StepBar:
         self._progress.start()
@@ -35,6 +35,7 @@ class StepBar:
     ) -> None:
         self._progress.stop()
 
-    def advance(self, *, loss: float, tokens_per_second: float) -> None:
+    def advance(self, *, loss: float, tokens_per_second: float, eta_seconds: float) -> None:
         """Note a finished step."""
-        self._progress.update(self._task, advance=1, rate=f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
+        rate, eta = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s", timedelta(seconds=int(eta_seconds))
+        self._progress.update(self._task, advance=1, rate=rate, eta=str(eta))

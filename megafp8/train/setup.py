@@ -30,7 +30,7 @@ from megafp8.optim.adamw import AdamW
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.launch import init_distributed, read_launch
 from megafp8.parallel.mesh import Mesh, build_mesh
-from megafp8.train.config import RunConfig, refuse_broken
+from megafp8.train.config import RunConfig, batches_of, refuse_broken
 from megafp8.train.local_ranks import leave_with_launcher
 
 logger = get_logger(__name__)
@@ -113,7 +113,7 @@ def train_loader(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer) -> Loader:
     return Loader(
         open_train(config, tokenizer),
         micro_batch=config.train.micro_batch,
-        global_batch=config.train.global_batch,
+        global_batch=batches_of(config),
         dp_rank=mesh.coord("dp"),
         dp_size=mesh.size("dp"),
         eod_id=tokenizer.eod_id,

@@ -17,23 +17,25 @@ from megafp8.train.setup import Parts
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, target tokens."""
+    """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, targets, sequences."""
 
     loss: float
     grad_norm: float
     target_tokens: int
+    num_sequences: int
     finite: bool
 
 
 def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step; skipped on every rank alike if the loss or the gradient is not finite."""
+    num_sequences = parts.loader.global_batch
     batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
     target_tokens = count_targets(parts, batches)
     parts.model.train()
     parts.buckets.zero_(contributions=len(batches))
     loss = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        loss += forward_backward(parts, batch, step, scale=1.0 / target_tokens)
+        loss += forward_backward(parts, batch, step, num_sequences, scale=1.0 / target_tokens)
         update_states(parts.fp8_states.values(), parts.mesh.group_of(("dp", "cp", "tp")))
     parts.buckets.finish()
     loss /= target_tokens
@@ -44,11 +46,15 @@ def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
         parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
         for state in parts.fp8_states.values():
             state.drop_weight_cache()
-    return StepResult(float(loss), norm.value, target_tokens, finite)
+    return StepResult(float(loss), norm.value, target_tokens, num_sequences, finite)
 
 
-def forward_backward(parts: Parts, batch: Batch, step: int, *, scale: float) -> torch.Tensor:
-    """One micro-batch; returns its loss sum, fp64 on the CPU. The gradient is that of loss sum x scale."""
+def forward_backward(parts: Parts, batch: Batch, step: int, num_sequences: int, *, scale: float) -> torch.Tensor:
+    """One micro-batch of a step of `num_sequences`: gradients of loss sum x scale.
+
+    Returns:
+        its loss sum, fp64 on the CPU.
+    """
     loss_sum, _ = parts.model(
         batch.tokens,
         batch.targets,
@@ -56,7 +62,7 @@ def forward_backward(parts: Parts, batch: Batch, step: int, *, scale: float) -> 
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout=dropout_key(parts, batch, step),
-        num_sequences=parts.config.train.global_batch,
+        num_sequences=num_sequences,
     )
     (loss_sum * scale).backward()
     return loss_sum.detach().to("cpu", torch.float64)

@@ -11,6 +11,7 @@ import torch
 from megafp8.core.config import build
 from megafp8.core.errors import ConfigError, DataError
 from megafp8.data import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.batch_size import BatchSize
 from megafp8.data.blend import Blend
 from megafp8.data.config import DataConfig, DatasetConfig
 from megafp8.data.loader import Batch, Loader, segments
@@ -30,10 +31,11 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def make(prefix: Path, *, dp_rank: int = 0, dp_size: int = 1, micro_batch: int = 2, **options: object) -> Loader:
+def make(prefix: Path, *, dp_rank: int = 0, dp_size: int = 1, micro_batch: int = 2, batches: int | BatchSize = 8,
+         **options: object) -> Loader:
     source = Blend([SampleStream(IndexedDataset(prefix), 16, seed=1)], [1.0], 1)
     return Loader(
-        source, micro_batch=micro_batch, global_batch=8, dp_rank=dp_rank, dp_size=dp_size, eod_id=EOD,
+        source, micro_batch=micro_batch, global_batch=batches, dp_rank=dp_rank, dp_size=dp_size, eod_id=EOD,
         **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -101,7 +103,7 @@ def test_document_mask_and_eod_loss(prefix: Path) -> None:
 
 
 def test_global_batch_must_divide(prefix: Path) -> None:
-    with pytest.raises(ConfigError, match=r"global_batch 8 .* dp 1 x micro_batch 3; nearest: 6, 9"):
+    with pytest.raises(ConfigError, match=r"global_batch 8 .* dp 1 x train.micro_batch 3; nearest: 6, 9"):
         make(prefix, micro_batch=3)
 
 
@@ -139,3 +141,18 @@ def test_config_names_its_rules() -> None:
             {"train": [{"path": "a"}], "tokenizer": "bytes", "sequence_length": 8,
              "valid": [{"path": "x/v"}, {"path": "y/v"}]},
         )  # fmt: skip
+
+
+def test_a_ramp_resumes_from_the_one_integer(prefix: Path) -> None:
+    ramp = BatchSize(8, (4, 2, 20))
+    straight, sizes, seen = make(prefix, batches=ramp), [], []
+    for _ in range(8):
+        sizes.append(straight.global_batch)
+        seen.append(ids(straight.next_step()))
+        assert len(seen[-1]) == sizes[-1]
+    assert sizes == [4, 4, 4, 6, 6, 8, 8, 8]
+    assert [i for step in seen for i in step] == list(range(sum(sizes)))
+    resumed = make(prefix, batches=ramp, consumed_samples=sum(sizes[:4]))
+    assert [ids(resumed.next_step()) for _ in range(4)] == seen[4:]
+    with pytest.raises(ConfigError, match=r"batch_ramp's increment 2 is not divisible by dp 2 x train.micro_batch 2"):
+        make(prefix, batches=ramp, dp_size=2)

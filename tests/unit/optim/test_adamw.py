@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from megafp8.core.layout import Layout, stamp
+from megafp8.data.batch_size import BatchSize
 from megafp8.optim.adamw import AdamW, decays
 from megafp8.optim.clip import clip_scale, grad_norm
 from megafp8.optim.config import OptimizerConfig
-from megafp8.optim.lr import learning_rate
+from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh import Mesh
 
 SHAPES = {
@@ -56,8 +57,9 @@ def train(config: OptimizerConfig, dtype: torch.dtype, **how) -> tuple[list, lis
     """20 steps of ours and of torch's on the same gradients and rates; both lists of parameters."""
     ours, other = make(dtype), make(dtype)
     optimizer, reference = AdamW(ours, config, MESH), theirs(other, config, **how)
+    schedule = Schedule(config, BatchSize(8), sequence_length=16, total_steps=20)
     for step in range(1, 21):
-        rate = learning_rate(config, step, 20)
+        rate = schedule(step=step, consumed_samples=8 * step)
         set_grads(ours, step)
         for (_, mine), (_, param) in zip(ours, other, strict=True):
             param.grad = mine.main_grad.clone()

@@ -10,18 +10,33 @@ import transformers
 
 from megafp8.core.config import build
 from megafp8.core.errors import ConfigError
-from megafp8.optim.config import OptimizerConfig, check_schedule
-from megafp8.optim.lr import learning_rate
+from megafp8.data.batch_size import BatchSize
+from megafp8.optim.config import OptimizerConfig
+from megafp8.optim.lr import Schedule
 
 TOTAL, WARMUP, PEAK, LOW = 100, 10, 1e-3, 1e-5
 
 
-def config(schedule: str, **more) -> OptimizerConfig:
-    if schedule == "wsd":
+def config(shape: str, **more) -> OptimizerConfig:
+    if shape == "wsd" and "wsd_decay_tokens" not in more:
         more.setdefault("wsd_decay_steps", 20)
+    if "warmup_tokens" not in more:
+        more["warmup_steps"] = WARMUP
     return OptimizerConfig(
-        lr=PEAK, min_lr=more.pop("min_lr", LOW), schedule=schedule, warmup_steps=WARMUP, **more
+        lr=PEAK, min_lr=more.pop("min_lr", LOW), schedule=shape, **more
     )
+
+
+def schedule(c: OptimizerConfig, total: int, batches: BatchSize | None = None) -> Schedule:
+    return Schedule(c, batches or BatchSize(8), sequence_length=16, total_steps=total)
+
+
+def learning_rate(c: OptimizerConfig, step: int, total: int) -> float:
+    return schedule(c, total)(step=step, consumed_samples=8 * step)
+
+
+def check_schedule(c: OptimizerConfig, total: int) -> list[str]:
+    return schedule(c, total).problems()
 
 
 SCHEDULES = ["cosine", "wsd", "linear", "constant", "inverse_sqrt"]
@@ -111,6 +126,9 @@ def test_same_rates_as_transformers(schedule, make):
         ({"kernel": "triton"}, "kernel: 'triton' is refused"),
         ({"lr": 1e-3, "min_lr": 1e-2}, "min_lr 0.01 is above lr 0.001"),
         ({"schedule": "wsd"}, "schedule wsd needs wsd_decay_steps > 0"),
+        ({"warmup_steps": 5, "warmup_tokens": 80}, "warmup_steps 5 and warmup_tokens 80 say one thing twice"),
+        ({"decay_tokens": 1, "decay_steps": 1}, "decay_steps 1 and decay_tokens 1 say one thing twice; set one"),
+        ({"wsd_decay_tokens": 5}, "wsd_decay_tokens 5 is for wsd, not cosine"),
         ({"wsd_decay_steps": 5}, "wsd_decay_steps 5 is for wsd, not cosine"),
         ({"weight_decy": 0.1}, "weight_decy: unknown key; nearest: weight_decay"),
     ],
@@ -131,4 +149,61 @@ def test_schedules_that_do_not_fit_the_run():
     ]
     assert check_schedule(config("wsd"), 25) == [
         "optimizer.warmup_steps 10 + wsd_decay_steps 20 is beyond train.steps = 25; use wsd_decay_steps <= 15"
+    ]
+
+
+TOKENS = {"warmup_tokens": WARMUP * 128, "decay_tokens": 60 * 128}
+
+
+@pytest.mark.parametrize("shape", SCHEDULES)
+def test_tokens_say_what_steps_say_at_a_constant_batch(shape):
+    more = {"wsd_decay_tokens": 20 * 128} if shape == "wsd" else {}
+    in_tokens, in_steps = config(shape, **TOKENS, **more), config(shape, decay_steps=60)
+    assert schedule(in_tokens, TOTAL).by_tokens and not schedule(in_steps, TOTAL).by_tokens
+    # quotients of integers that share the factor 128: the same doubles, but for lr * position before the quotient
+    for step in range(1, TOTAL + 1):
+        expected = learning_rate(in_steps, step, TOTAL)
+        assert learning_rate(in_tokens, step, TOTAL) == pytest.approx(expected, rel=4 * 2**-53)
+
+
+RAMP = BatchSize(8, (2, 2, 60))
+
+
+def walk(batches: BatchSize, steps: int, consumed: int = 0) -> list[int]:
+    ends = []
+    for _ in range(steps):
+        consumed += batches.at(consumed)
+        ends.append(consumed)
+    return ends
+
+
+@pytest.mark.parametrize("shape", SCHEDULES)
+def test_under_a_ramp_the_rate_is_a_function_of_the_samples(shape):
+    """The n-th step of any start has the rate of its samples: a resume cannot tell (resume-lr-schedule, R007)."""
+    made, ends = schedule(config(shape), TOTAL, RAMP), walk(RAMP, TOTAL)
+    rates = [made(step=n, consumed_samples=end) for n, end in enumerate(ends, 1)]
+    assert rates[WARMUP - 1] == PEAK  # a length in steps ends where that step ends
+    for n in range(1, WARMUP):
+        assert rates[n - 1] == pytest.approx(PEAK * ends[n - 1] / ends[WARMUP - 1], rel=2 * 2**-53)
+    if shape in ("cosine", "wsd", "linear"):
+        assert rates[-2] > rates[-1] == LOW
+    again = walk(RAMP, 40, consumed=ends[59])
+    assert [made(step=10**6, consumed_samples=end) for end in again] == rates[60:]
+
+
+def test_wsd_decays_over_the_last_steps_under_a_ramp():
+    made, ends = schedule(config("wsd"), TOTAL, RAMP), walk(RAMP, TOTAL)
+    assert made.lengths.final_decay == (ends[99] - ends[79]) * 16
+    assert made(step=80, consumed_samples=ends[79]) == PEAK > made(step=81, consumed_samples=ends[80])
+
+
+def test_lengths_in_tokens_that_do_not_fit():
+    long = config("cosine", warmup_tokens=10**6)
+    assert schedule(long, TOTAL).problems() == [
+        "optimizer.warmup_tokens = 1000000 is not before the last of train.steps, token = 12800; use at most 12799"
+    ]
+    tail = config("wsd", wsd_decay_tokens=5000, decay_tokens=6000)
+    assert schedule(tail, TOTAL).problems() == [
+        "optimizer.warmup_tokens 1280 + wsd_decay_tokens 5000 is beyond optimizer.decay_tokens = 6000; "
+        "use wsd_decay_tokens <= 4720"
     ]
