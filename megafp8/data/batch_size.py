@@ -48,7 +48,7 @@ class BatchSize:
 
     def sizes(self) -> list[int]:
         """Every batch that a run may meet, in order."""
-        return [*range(*self.ramp[:1], self.full, self.ramp[1]), self.full] if self.ramp else [self.full]
+        return [*range(self.ramp[0], self.full, self.ramp[1]), self.full] if self.ramp else [self.full]
 
     @property
     def _num_increments(self) -> int:

@@ -11,8 +11,11 @@ from megafp8.optim.config import OptimizerConfig
 class Batches(Protocol):
     """What a schedule asks of the batch sizes of a run (data/batch_size)."""
 
-    full: int
-    ramp: tuple[int, ...]
+    @property
+    def full(self) -> int: ...
+
+    @property
+    def ramp(self) -> tuple[int, ...]: ...
 
     def consumed_after(self, steps: int) -> int: ...
 
