@@ -60,10 +60,17 @@ def test_tokens_that_fp8_cannot_take():
     assert "= 500 tokens are not a multiple of 16, as FP8 needs; nearest data.sequence_length: 240, 256" in problem
 
 
-def test_axes_that_come_later_are_refused_by_name():
-    config = load_run_config(TINY, ["--parallel.pp", "2", "--parallel.cp", "2"])
-    text = "\n".join(check_run(config, 4))
-    assert "pipeline parallelism" in text and "context parallelism" in text
+def test_a_batch_ramp_is_planned_and_judged():
+    config = load_run_config(TINY, ["--train.batch_ramp", "[4, 4, 100]", "--train.micro_batch", "4"])
+    rows = dict(dry_run(config, 1).rows)
+    assert rows["micro-batches a step"].startswith("1 to 4 of 4")
+    assert "4 batch sizes" in rows["tokens"]
+    assert [p.split(";")[0] for p in check_run(config, 2)] == [
+        "train.batch_ramp's start 4 is not divisible by dp 2 x train.micro_batch 4",
+        "train.batch_ramp's increment 4 is not divisible by dp 2 x train.micro_batch 4",
+    ]
+    with pytest.raises(ConfigError, match="start 16 is not below global_batch 16"):
+        load_run_config(TINY, ["--train.batch_ramp", "[16, 4, 100]"])
 
 
 def test_a_wrong_key_names_the_nearest():
