@@ -6,7 +6,7 @@ them all. Each takes the number of ranks and micro-batches and returns a list of
 
 from __future__ import annotations
 
-from megafp8.parallel.actions import Action, Schedule, first
+from megafp8.parallel.actions import Action, Schedule
 from megafp8.parallel.stages import placement_of, stages_per_rank
 from megafp8.parallel.zero_bubble import dualpipe_v, zb_h1, zb_v
 
@@ -61,23 +61,27 @@ def one_f_one_b(ranks: int, micro_batches: int) -> list[list[Action]]:
 
 
 def interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """1F1B over `virtual` stages a rank: stage s stands on rank s % ranks, micro-batches move in groups of `ranks`.
+    """1F1B over `virtual` stages a rank: stage s stands on rank s % ranks, micro-batches move in groups.
 
-    A group goes through the first stage of a rank, then through its second, and so on; backward in reverse. A last
-    group that is not full is a full one with the missing micro-batches left out.
+    A group goes through the first stage of a rank, then through its second, and so on; backward in reverse. Groups are
+    of `ranks` micro-batches where that divides, as in the paper. Else they are somewhat larger, the larger ones first:
+    this keeps the paper's bubble for any number from `ranks` on, and costs at most that many more live activations a
+    stage. Fewer are one group, which cannot fill the pipeline.
 
     Source: Narayanan et al. (arXiv 2104.04473), section 2.2; warm-up as there: 2 (ranks - 1 - rank) passes, and one
     group for each further stage of the rank.
     """
-    whole = -(-micro_batches // ranks) * ranks
-    groups = [range(start, start + ranks) for start in range(0, whole, ranks)]
+    count = max(1, micro_batches // ranks)
+    groups: list[range] = []
+    for left in range(count, 0, -1):
+        start = groups[-1].stop if groups else 0
+        groups.append(range(start, start - (start - micro_batches) // left))
     lists = []
     for rank in range(ranks):
         stages = range(rank, ranks * virtual, ranks)
         forward = [Action("F", s, i) for group in groups for s in stages for i in group]
         backward = [Action("B", s, i) for group in groups for s in reversed(stages) for i in group]
-        ahead = 2 * (ranks - 1 - rank) + (virtual - 1) * ranks
-        lists.append(first(_alternate(forward, backward, ahead=ahead), micro_batches))
+        lists.append(_alternate(forward, backward, ahead=2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0])))
     return lists
 
 
