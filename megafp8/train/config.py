@@ -21,6 +21,7 @@ from megafp8.nn.precision import FP8_MULTIPLE, PrecisionConfig
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
+from megafp8.parallel.stages import schedule_problems
 
 
 @config_dataclass
@@ -119,6 +120,7 @@ def check_run(config: RunConfig, world: int) -> list[str]:
         sequence_length=config.data.sequence_length,
         precision=config.precision,
     )
+    problems += schedule_problems(config.parallel, config.model.num_layers)
     if not mesh_problems:
         problems += _batch_problems(config, world)
     problems += _token_problems(config)
