@@ -28,14 +28,14 @@ Tensor = torch.Tensor
 class Layer(nn.Module):
     """One decoder layer: (x, branch) -> (x, branch), with x + branch as the residual stream."""
 
-    def __init__(self, layers: LayerSet, name: str, recompute: Recompute) -> None:
+    def __init__(self, layers: LayerSet, name: str, recompute: Recompute, *, experts: bool) -> None:
         super().__init__()
         self.selective = recompute == "selective"
         self.attention_norm: Any = layers.norm()
         self.attention = layers.attention(f"{name}.attention")
         self.attention_dropout = layers.dropout(f"{name}.attention.dropout")
         self.mlp_norm: Any = layers.norm()
-        self.mlp = layers.mlp(f"{name}.mlp")
+        self.mlp = (layers.moe if experts else layers.mlp)(f"{name}.mlp")
         self.mlp_dropout = layers.dropout(f"{name}.mlp.dropout")
 
     def forward(self, x: Tensor, branch: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
@@ -99,8 +99,12 @@ class Decoder(nn.Module):
         self.embedding: Any = layers.embedding() if span.first or (tied and embedding is None) else None
         self.position_embedding = layers.position_embedding() if span.first else None
         self.embedding_dropout = layers.dropout("embedding.dropout")
-        numbers = range(span.start, span.stop)
-        self.layers: Any = Layers({i: Layer(layers, f"layers.{i}", recompute) for i in numbers})
+        self.layers: Any = Layers(
+            {
+                i: Layer(layers, f"layers.{i}", recompute, experts=config.moe.is_moe_layer(i))
+                for i in range(span.start, span.stop)
+            }
+        )
         self.final_norm: Any = layers.norm() if span.last else None
         self.output: Any = layers.output((self.embedding or embedding) if tied else None) if span.last else None
 

@@ -22,8 +22,10 @@ from megafp8.nn.loss import Output
 from megafp8.nn.mla import KERNELS as LATENT_KERNELS
 from megafp8.nn.mla import LATENT_EPS, LatentAttention, ReplicatedLinear
 from megafp8.nn.mlp import GELU, SwiGLU
+from megafp8.nn.moe import Experts, MoE
 from megafp8.nn.norm import LayerNorm, RMSNorm
 from megafp8.nn.rope import Rotary, yarn_mscale
+from megafp8.nn.router import Router
 from megafp8.parallel.context import local_places
 from megafp8.parallel.mesh import Mesh
 
@@ -79,6 +81,8 @@ class LayerSet(Protocol):
     def attention(self, name: str) -> nn.Module: ...
 
     def mlp(self, name: str) -> nn.Module: ...
+
+    def moe(self, name: str) -> nn.Module: ...
 
     def dropout(self, name: str) -> nn.Module: ...
 
@@ -223,12 +227,32 @@ class OwnLayers:
 
     def mlp(self, name: str) -> nn.Module:
         s = self.shape
-        down = self._row(f"{name}.down", s.ffn_hidden_size, bias=s.mlp_bias)
         if s.activation == "swiglu":
-            parts = (2, s.ffn_hidden_size)
-            return SwiGLU(self._column(f"{name}.gate_up", parts, bias=s.mlp_bias), down, kernels=self.kernels)
+            return self._gated(name, s.ffn_hidden_size, bias=s.mlp_bias)
+        down = self._row(f"{name}.down", s.ffn_hidden_size, bias=s.mlp_bias)
         up = self._column(f"{name}.up", (s.ffn_hidden_size,), bias=s.mlp_bias)
         return GELU(up, down, kernels=self.kernels)
+
+    def moe(self, name: str) -> nn.Module:
+        s, moe = self.shape, self.shape.moe
+        experts = Experts(
+            moe.num_experts,
+            s.hidden_size,
+            moe.ffn_hidden_size,
+            std=s.init_std,
+            down_std=self.added_std,
+            mesh=self.mesh,
+            dtype=self.dtype,
+            kernels=self.kernels,
+        )
+        router = Router(s.hidden_size, moe, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
+        width = moe.shared_ffn_hidden_size
+        shared = self._gated(f"{name}.shared", width, bias=False) if width else None
+        return MoE(router, experts, shared, mesh=self.mesh)
+
+    def _gated(self, name: str, ffn_hidden_size: int, *, bias: bool) -> SwiGLU:
+        gate_up = self._column(f"{name}.gate_up", (2, ffn_hidden_size), bias=bias)
+        return SwiGLU(gate_up, self._row(f"{name}.down", ffn_hidden_size, bias=bias), kernels=self.kernels)
 
     def dropout(self, name: str) -> nn.Module:
         return Dropout(self.shape.hidden_dropout, name, self.mesh)

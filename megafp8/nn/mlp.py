@@ -31,6 +31,12 @@ class _Activation(torch.autograd.Function):
         return getattr(ctx.kernels, f"{ctx.name}_backward")(grads[0], *ctx.saved_tensors), None, None
 
 
+def activation(x: Tensor, name: str, kernels: Kernels) -> Tensor:
+    """"swiglu" of [..., 2, F] or "gelu" of [..., F]; keeps x for backward."""
+    y: Tensor = _Activation.apply(x, name, kernels)
+    return y
+
+
 class SwiGLU(nn.Module):
     """Parameters: gate_up.weight [2, F, H] (gate first), down.weight [H, F], and biases if asked for."""
 
@@ -41,7 +47,7 @@ class SwiGLU(nn.Module):
     def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         x = self.gate_up(y, rebuild)
         x = x.view(*x.shape[:-1], 2, -1)
-        hidden = _Activation.apply(x, "swiglu", self.kernels)
+        hidden = activation(x, "swiglu", self.kernels)
         kept = x.detach()
         return self.down(hidden, None if rebuild is None else lambda: self.kernels.swiglu(kept))
 
@@ -55,6 +61,6 @@ class GELU(nn.Module):
 
     def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         x = self.up(y, rebuild)
-        hidden = _Activation.apply(x, "gelu", self.kernels)
+        hidden = activation(x, "gelu", self.kernels)
         kept = x.detach()
         return self.down(hidden, None if rebuild is None else lambda: self.kernels.gelu(kept))

@@ -34,8 +34,10 @@ def declare(layout: Layout, init: Init, *, mesh: Mesh, dtype: torch.dtype) -> nn
 
 @torch.no_grad()
 def materialize(module: nn.Module, *, mesh: Mesh, seed: int, device: torch.device | str) -> None:
-    """Replace every meta parameter by one with memory on `device` and its initial values."""
+    """Replace every meta parameter by one with memory on `device` and its initial values; move buffers there."""
     for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            child._buffers[name] = None if buffer is None else buffer.to(device)
         for name, old in list(child._parameters.items()):
             if old is None or not old.is_meta:
                 continue

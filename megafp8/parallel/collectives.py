@@ -16,6 +16,7 @@ A collective over an axis of size 1 is the identity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,22 +107,69 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
         return out
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
-    total = received[0].float() if tensor.dtype in _NARROW else received[0]
-    for piece in received[1:]:
+    return _sum_in_order(received)
+
+
+def all_to_all(
+    tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Exchange rows: `sent[i]` of `tensor`, in rank order, go to rank i, which sends `received[i]`; any may be 0.
+
+    Conjugate: itself with the two sizes changed over.
+    """
+    if group is None:
+        return tensor
+    out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    source = _as_bytes(tensor.contiguous())
+    dist.all_to_all_single(_as_bytes(out), source, list(received), list(sent), group=group)
+    return out
+
+
+def all_gather_uneven(tensor: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch.Tensor:
+    """Concatenate the ranks' rows, `sizes[i]` from rank i. Conjugate: `reduce_scatter_uneven`."""
+    if group is None:
+        return tensor
+    source = tensor.contiguous()
+    out = source.new_empty((sum(sizes), *source.shape[1:]))
+    pieces = list(_as_bytes(out).split(list(sizes)))
+    if _by_library(source):
+        dist.all_gather(pieces, _as_bytes(source), group=group)
+    else:
+        _exchange_pieces(pieces, _as_bytes(source), group)
+    return out
+
+
+def reduce_scatter_uneven(tensor: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch.Tensor:
+    """Sum the ranks' tensors and return this rank's `sizes[rank]` rows of the sum, in the tensor's dtype.
+
+    Summed in rank order, 16-bit floats in fp32. Conjugate: `all_gather_uneven`.
+    """
+    if group is None:
+        return tensor
+    size, mine = dist.get_world_size(group), sizes[dist.get_rank(group)]
+    parts = all_to_all(tensor, group, sizes, [mine] * size).view(size, mine, *tensor.shape[1:])
+    return _sum_in_order(parts)
+
+
+def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    total = parts[0].float() if parts.dtype in _NARROW else parts[0]
+    for piece in parts[1:]:
         total += piece
-    return total.to(tensor.dtype)
+    return total.to(parts.dtype)
 
 
 def _by_library(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda  # NCCL's own calls are right and fast
 
 
-def _exchange_pieces(pieces: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Point-to-point all-gather of `source` into the rows of `pieces`."""
+def _exchange_pieces(
+    pieces: torch.Tensor | list[torch.Tensor], source: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    """Point-to-point all-gather of `source` into the rows of `pieces`; empty ones do not travel."""
     rank = dist.get_rank(group)
     others = [peer for peer in range(len(pieces)) if peer != rank]
-    works = [dist.irecv(pieces[peer], group=group, group_src=peer) for peer in others]
-    works += [dist.isend(source, group=group, group_dst=peer) for peer in others]
+    works = [dist.irecv(pieces[peer], group=group, group_src=peer) for peer in others if pieces[peer].numel()]
+    works += [dist.isend(source, group=group, group_dst=peer) for peer in others if source.numel()]
     pieces[rank].copy_(source)
     for work in works:
         if work is not None:

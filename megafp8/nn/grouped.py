@@ -1,0 +1,103 @@
+"""The experts' GEMMs: rows grouped by expert times that expert's matrix, one autograd function for all of them.
+
+On a CPU a loop over the experts, each writing into its piece of the result; on a GPU torch's grouped GEMM, which reads
+the group sizes on the device, for the dtypes and dims that it takes. An expert without rows costs nothing and gets a
+zero gradient. Weight gradients go into the current store of nn/deferred, if there is one.
+
+Shapes: R rows, E experts of this rank, K in and N out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megafp8.nn.deferred import current_store, deliver
+from megafp8.nn.recompute import Rebuild
+
+Tensor = torch.Tensor
+
+# Renamed when it became public; dims must be whole 16-byte lines.
+_library_grouped_mm = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
+_LINE_BYTES = 16
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+    """x [R, K], `counts` [E] int64 rows of each expert in order, times weight [E, ..., K] (flattened to N) -> [R, N].
+
+    `rebuild` makes x again in the backward pass, bit for bit, so that it is not kept.
+    """
+    y: Tensor = _GroupedLinear.apply(x, weight, counts, rebuild)
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, rebuild: Rebuild | None) -> Tensor:
+        groups = Groups(counts)
+        ctx.groups, ctx.rebuild, ctx.weight = groups, rebuild, weight
+        ctx.save_for_backward(weight, *(() if rebuild else (x,)))
+        return groups.times(x.detach(), weight.detach().flatten(1, -2).transpose(1, 2))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        groups, rebuild, weight, saved = ctx.groups, ctx.rebuild, ctx.weight, ctx.saved_tensors
+        grad = grad_output.contiguous()
+        dx = groups.times(grad, saved[0].flatten(1, -2)) if ctx.needs_input_grad[0] else None
+
+        def weight_grad() -> Tensor:
+            return groups.transposed_times(grad, rebuild() if rebuild else saved[1]).view(weight.shape)
+
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None, None
+        store = current_store()
+        if store is None:
+            return dx, weight_grad(), None, None
+        store.defer(lambda: deliver(weight, weight_grad()))
+        return dx, None, None, None
+
+
+class Groups:
+    """Rows in runs of `counts` [E]."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    def times(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """x [R, K] times matrices [E, K, N], each on its run of rows -> [R, N]."""
+        if _by_library(x, matrices):
+            return _library_grouped_mm(x, matrices, offs=self._ends())  # type: ignore[misc]
+        out = x.new_empty((len(x), matrices.shape[2]))
+        for expert, rows in self._runs():
+            torch.mm(x[rows], matrices[expert], out=out[rows])
+        return out
+
+    def transposed_times(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad [R, N] transposed times x [R, K], run by run -> [E, N, K]; zero where a run is empty."""
+        if _by_library(grad, x):
+            return _library_grouped_mm(grad.t(), x, offs=self._ends())  # type: ignore[misc]
+        out = x.new_zeros((len(self.counts), grad.shape[1], x.shape[1]))
+        for expert, rows in self._runs():
+            torch.mm(grad[rows].t(), x[rows], out=out[expert])
+        return out
+
+    def _ends(self) -> Tensor:
+        return self.counts.cumsum(0).to(torch.int32)
+
+    def _runs(self) -> Iterator[tuple[int, slice]]:
+        begin = 0
+        for expert, count in enumerate(self.counts.tolist()):
+            if count:
+                yield expert, slice(begin, begin + count)
+            begin += count
+
+
+def _by_library(*operands: Tensor) -> bool:
+    return (
+        _library_grouped_mm is not None
+        and all(t.is_cuda and t.dtype == torch.bfloat16 for t in operands)
+        and all(t.shape[-1] * t.dtype.itemsize % _LINE_BYTES == 0 for t in operands)
+    )

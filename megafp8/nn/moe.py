@@ -1,0 +1,86 @@
+"""Mixture of experts: route, send to the ranks of the experts, their two GEMMs, bring back, add up.
+
+Every tp rank has tokens of its own: its shard under sequence parallelism, else a share that it takes here and joins
+afterwards. Nothing is dropped but what is over an expert's capacity, where there is one.
+
+Shapes: [S or S/tp, B, H] in and out; N tokens of a rank, R rows of its experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megafp8.core.layout import Layout
+from megafp8.nn.context import Context
+from megafp8.nn.grouped import grouped_linear
+from megafp8.nn.kernels import Kernels
+from megafp8.nn.mlp import SwiGLU, activation
+from megafp8.nn.parameter import Init, declare
+from megafp8.nn.permute import combine, spread
+from megafp8.nn.recompute import Rebuild
+from megafp8.nn.router import Router
+from megafp8.parallel.collectives import join_from, split_to
+from megafp8.parallel.expert import plan_dispatch
+from megafp8.parallel.mesh import Mesh
+
+Tensor = torch.Tensor
+
+
+class Experts(nn.Module):
+    """Gated MLPs side by side; parameters: gate_up [E, 2, F, H] (gate first) and down [E, H, F].
+
+    A rank has E / ep of them, and F / etp of each: results are then partial sums.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        std: float,
+        down_std: float,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        split = {0: "ep", 2: "etp"}
+        shape = (num_experts, 2, ffn_hidden_size, hidden_size)
+        self.gate_up = declare(Layout(shape, split), Init(std), mesh=mesh, dtype=dtype)
+        shape = (num_experts, hidden_size, ffn_hidden_size)
+        self.down = declare(Layout(shape, split), Init(down_std), mesh=mesh, dtype=dtype)
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, counts: Tensor, *, keep_activation: bool = True) -> Tensor:
+        """x [R, H], `counts` [E / ep] rows of each expert in order -> [R, H], summed over this rank's part of F."""
+        gates = grouped_linear(x, self.gate_up, counts)
+        gates = gates.view(len(gates), 2, -1)
+        hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
+        return grouped_linear(hidden, self.down, counts, None if keep_activation else lambda: self.kernels.swiglu(kept))
+
+
+class MoE(nn.Module):
+    """router, experts, and `shared`, an MLP that sees every token, if there is one."""
+
+    def __init__(self, router: Router, experts: Experts, shared: SwiGLU | None, *, mesh: Mesh) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared, self.mesh = router, experts, shared, mesh
+        self.takes_share = mesh.size("tp") > 1 and not mesh.sequence_parallel
+
+    def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
+        """`rebuild`, if given, makes y again in backward; the experts' activations are then not kept either."""
+        tokens = self._share(y)
+        again = None if rebuild is None else lambda: self._share(rebuild())
+        route = self.router(tokens, context, again)
+        dispatch = plan_dispatch(route.experts, route.kept, self.router.rules.num_experts, self.mesh)
+        rows = dispatch.send(spread(tokens.flatten(0, 1), dispatch))
+        rows = self.experts(rows, dispatch.counts, keep_activation=rebuild is None)
+        branch = combine(dispatch.bring_back(rows), route.weights, dispatch).view(tokens.shape)
+        if self.takes_share:
+            branch = join_from(branch, self.mesh, "tp", 0)
+        return branch if self.shared is None else branch + self.shared(y, context, rebuild)
+
+    def _share(self, y: Tensor) -> Tensor:
+        return split_to(y, self.mesh, "tp", 0) if self.takes_share else y
