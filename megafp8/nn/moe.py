@@ -47,10 +47,9 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         split = {0: "ep", 2: "etp"}
-        shape = (num_experts, 2, ffn_hidden_size, hidden_size)
-        self.gate_up = declare(Layout(shape, split), Init(std), mesh=mesh, dtype=dtype)
-        shape = (num_experts, hidden_size, ffn_hidden_size)
-        self.down = declare(Layout(shape, split), Init(down_std), mesh=mesh, dtype=dtype)
+        gate_up = Layout((num_experts, 2, ffn_hidden_size, hidden_size), split)
+        self.gate_up = declare(gate_up, Init(std), mesh=mesh, dtype=dtype)
+        self.down = declare(Layout((num_experts, hidden_size, ffn_hidden_size), split), Init(down_std), mesh=mesh, dtype=dtype)
         self.kernels = kernels
 
     def forward(self, x: Tensor, counts: Tensor, *, keep_activation: bool = True) -> Tensor:

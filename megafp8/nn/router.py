@@ -247,4 +247,5 @@ def update_balance(routers: Mapping[str, Router], mesh: Mesh) -> None:
     loads = torch.stack([router.tally[: router.rules.num_experts] for router in moved])
     all_reduce_(loads, mesh.group_of(BATCH_AXES))
     for router, load in zip(moved, loads, strict=True):
+        assert router.bias is not None
         router.bias += router.rules.bias_update_rate * torch.sign(load.mean() - load).to(router.bias.dtype)
