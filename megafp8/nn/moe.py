@@ -49,7 +49,8 @@ class Experts(nn.Module):
         split = {0: "ep", 2: "etp"}
         gate_up = Layout((num_experts, 2, ffn_hidden_size, hidden_size), split)
         self.gate_up = declare(gate_up, Init(std), mesh=mesh, dtype=dtype)
-        self.down = declare(Layout((num_experts, hidden_size, ffn_hidden_size), split), Init(down_std), mesh=mesh, dtype=dtype)
+        down = Layout((num_experts, hidden_size, ffn_hidden_size), split)
+        self.down = declare(down, Init(down_std), mesh=mesh, dtype=dtype)
         self.kernels = kernels
 
     def forward(self, x: Tensor, counts: Tensor, *, keep_activation: bool = True) -> Tensor:
