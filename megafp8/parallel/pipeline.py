@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megafp8.parallel.actions import Action, Schedule
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import peers
 from megafp8.parallel.messages import Message, Step, edges, plan
-from megafp8.parallel.actions import Action, Schedule
 
 Tensor = torch.Tensor
 
@@ -200,10 +200,11 @@ class _Run:
             arrived = self.received.pop(step.needs).wait()
         kind, stage, micro_batch = step.action
         self._note("begin", step.action)
+        made: Tensor | None = None
         if kind == "F":
             made = self._forward(stage, micro_batch, arrived)
         elif kind == "W":
-            made = self.weights.pop((stage, micro_batch))()
+            self.weights.pop((stage, micro_batch))()
         else:
             made = self._backward(stage, micro_batch, arrived, split=kind == "I")
         self._note("end", step.action)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megafp8.core.errors import DataError
 from megafp8.data.config import DatasetConfig, dataset_name
-from megafp8.data.loader import Loader
+from megafp8.data.loader import IGNORED, Batch, Loader
 from megafp8.data.sources import open_stream
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.train.setup import Parts
-from megafp8.train.step import to_device
+from megafp8.train.step import to_device, wire_of
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,15 @@ class Evaluator:
     """Holds the open validation sets of a run."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        assert parts.tokenizer is not None, "evaluation reads text"
+        self._parts, self._tokenizer = parts, parts.tokenizer
         self._sets = [(dataset_name(source), *self._open(source)) for source in parts.config.data.valid]
 
     def _open(self, source: DatasetConfig) -> tuple[Loader, int]:
         config = self._parts.config
         stream = open_stream(
             source.path,
-            tokenizer=self._parts.tokenizer,
+            tokenizer=self._tokenizer,
             sequence_length=config.data.sequence_length,
             seed=0,
         )
@@ -57,7 +59,7 @@ class Evaluator:
             global_batch=config.train.micro_batch,
             dp_rank=0,
             dp_size=1,
-            eod_id=self._parts.tokenizer.eod_id,
+            eod_id=self._tokenizer.eod_id,
             document_mask=config.data.document_mask,
             mask_eod_loss=config.data.mask_eod_loss,
             vocab_size=config.model.vocab_size,
@@ -66,21 +68,62 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> list[EvalResult]:
-        """Evaluate on every validation set; results are equal on all ranks. Collective over dp."""
-        self._parts.model.eval()
+        """Evaluate on every validation set; results are equal on all ranks. Collective over all of them."""
+        for stage in self._parts.stages:
+            stage.eval()
         results = [self._evaluate(name, loader, count) for name, loader, count in self._sets]
-        self._parts.model.train()
+        for stage in self._parts.stages:
+            stage.train()
         return results
 
     def _evaluate(self, name: str, loader: Loader, num_samples: int) -> EvalResult:
-        parts, step = self._parts, loader.micro_batch
-        mine = np.arange(parts.mesh.coord("dp"), num_samples, parts.mesh.size("dp"), dtype=np.int64)
-        totals = torch.zeros(2, dtype=torch.float64)
-        for start in range(0, len(mine), step):
-            batch = to_device(loader.batch(mine[start : start + step]), parts.device)
-            loss_sum, count = parts.model(
-                batch.tokens, batch.targets, segment_ids=batch.segment_ids, positions=batch.positions
-            )
-            totals += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64)
-        all_reduce_(totals, parts.mesh.group("dp"))
+        parts, totals = self._parts, torch.zeros(2, dtype=torch.float64)
+        at_once = 4 * parts.mesh.size("pp")  # micro-batches under way: enough to fill a pipeline, few to hold
+        numbers = list(self._numbers(num_samples, loader.micro_batch))
+        for start in range(0, len(numbers), at_once):
+            batches = [self._batch(loader, ids, num_samples) for ids in numbers[start : start + at_once]]
+            passes = _Forward(parts, batches)
+            parts.pipeline.run(passes, len(passes.batches), wire_of(parts, passes.batches[0]), forward_only=True)
+            totals += passes.totals
+        all_reduce_(totals, parts.mesh.group_of(("pp", "dp", "cp")))
         return EvalResult(name, float(totals[0] / totals[1]), int(totals[1]))
+
+    def _numbers(self, num_samples: int, micro_batch: int) -> Iterator[np.ndarray]:
+        """Numbers of this replica's samples, a micro-batch each; as many on every replica, which experts share.
+
+        Numbers from `num_samples` on stand for nothing.
+        """
+        dp = self._parts.mesh.size("dp")
+        rows = -(-num_samples // (dp * micro_batch)) * micro_batch
+        mine = self._parts.mesh.coord("dp") + dp * np.arange(rows, dtype=np.int64)
+        for start in range(0, rows, micro_batch):
+            yield mine[start : start + micro_batch]
+
+    def _batch(self, loader: Loader, numbers: np.ndarray, num_samples: int) -> Batch:
+        batch = loader.batch(np.minimum(numbers, num_samples - 1))
+        real = torch.from_numpy(numbers < num_samples)[:, None]
+        return to_device(replace(batch, targets=batch.targets.where(real, IGNORED)), self._parts.device)
+
+
+class _Forward:
+    """Forward passes for the pipeline to call; `totals` are summed loss and number of targets, fp64."""
+
+    def __init__(self, parts: Parts, batches: list[Batch]) -> None:
+        self._stages = dict(zip(parts.pipeline.stages, parts.stages, strict=True))
+        self.batches, self.totals = batches, torch.zeros(2, dtype=torch.float64)
+
+    def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        batch = self.batches[micro_batch]
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._stages[stage](
+            batch.tokens, batch.targets, segment_ids=batch.segment_ids, positions=batch.positions, hidden=hidden
+        )
+        if isinstance(result, torch.Tensor):
+            return result
+        self.totals += torch.tensor([float(value) for value in result], dtype=torch.float64)
+        return result[0]
+
+    def split(self, backward: Callable[[], None]) -> Callable[[], None]:
+        raise AssertionError("an evaluation has no backward pass")
+
+    def after_backward(self, stage: int, micro_batch: int) -> None:
+        raise AssertionError("an evaluation has no backward pass")

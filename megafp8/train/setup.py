@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,15 +21,18 @@ from megafp8.core.log import event, get_logger
 from megafp8.core.rng import seed_for
 from megafp8.data.blend import Blend
 from megafp8.data.indexed import IndexedDataset
-from megafp8.data.loader import Loader
+from megafp8.data.loader import Batch, Loader
 from megafp8.data.sources import check_tokenizer, open_blend
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
-from megafp8.models import build
+from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.decoder import Decoder
+from megafp8.models.stages import split_layers
 from megafp8.optim.adamw import AdamW
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.launch import init_distributed, read_launch
 from megafp8.parallel.mesh import Mesh, build_mesh
+from megafp8.parallel.pipeline import Pipeline
+from megafp8.parallel.schedules import make_schedule
 from megafp8.train.config import RunConfig, batches_of, refuse_broken
 from megafp8.train.local_ranks import leave_with_launcher
 
@@ -38,26 +41,46 @@ logger = get_logger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+class Feed(Protocol):
+    """Where a step's micro-batches come from; all ranks of a data-parallel replica get the same ones."""
+
+    consumed_samples: int
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of the next step, over all replicas."""
+        ...
+
+    def next_step(self) -> list[Batch]: ...
+
+
 @dataclass
 class Parts:
-    """All that a step touches."""
+    """All that a step touches.
+
+    Attributes:
+        stages: the pipeline stages of this rank, in model order; the whole model without a pipeline.
+        named_parameters: of all of them, by global name.
+        tokenizer, corpus: None and empty in a test that brings its own batches.
+    """
 
     config: RunConfig
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
-    model: Decoder
+    stages: list[Decoder]
+    pipeline: Pipeline
     named_parameters: list[tuple[str, torch.nn.Parameter]]
     buckets: GradBuckets
     optimizer: AdamW
-    loader: Loader
-    tokenizer: Tokenizer
-    corpus: dict[str, Any]
+    loader: Feed
+    tokenizer: Tokenizer | None = None
+    corpus: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def fp8_states(self) -> Mapping[str, Any]:
-        """FP8 state of each linear layer by module name; empty in BF16."""
-        return self.model.fp8_states
+    def fp8_states(self) -> dict[str, Any]:
+        """FP8 state of each linear layer of this rank by module name; empty in BF16."""
+        return {name: state for stage in self.stages for name, state in stage.fp8_states.items()}
 
 
 def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
@@ -75,16 +98,42 @@ def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", info.local_rank) if on_gpu else torch.device("cpu")
-    return device, build_mesh(config.parallel, info.world)
+    return device, make_mesh(config, info.world)
+
+
+def make_mesh(config: RunConfig, world: int) -> Mesh:
+    """The mesh of `world` processes for this model; collective."""
+    model = config.model
+    return build_mesh(config.parallel, world, kv_heads=model.num_kv_heads, tied_embeddings=model.tied_embeddings)
 
 
 def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
-    """Build model, optimizer and data for this rank; every log line of a choice is written here."""
+    """Build data, model and optimizer for this rank; every log line of a choice is written here."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     corpus = check_corpus(config, tokenizer)
-    dtype = DTYPES[config.precision.dtype]
-    model = build(
+    loader = train_loader(config, mesh, tokenizer)
+    parts = assemble(config, mesh, device, loader, tokenizer=tokenizer, corpus=corpus)
+    event(logger, "mesh", mesh=str(mesh), device=str(device), threads=torch.get_num_threads())
+    return parts
+
+
+def assemble(
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    loader: Feed,
+    *,
+    tokenizer: Tokenizer | None = None,
+    corpus: dict[str, Any] | None = None,
+) -> Parts:
+    """Everything but the data, which comes in as `loader`; collective."""
+    parallel, dtype = config.parallel, DTYPES[config.precision.dtype]
+    schedule = partial(make_schedule, parallel.schedule, parallel.pp, parallel.virtual_stages)
+    pipeline = Pipeline(schedule, mesh, overlap=parallel.overlap_p2p)
+    spans = split_layers(config.model, parallel)
+    stages = build_stages(
         config.model,
+        [spans[stage] for stage in pipeline.stages],
         mesh=mesh,
         precision=config.precision,
         seed=config.run.seed,
@@ -93,12 +142,12 @@ def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:
         recompute=config.train.recompute,
         compile_layers=wants_compile(config),
     )
-    named = list(model.named_parameters())
+    named = named_parameters(stages)
     buckets = GradBuckets(named, mesh)
     optimizer = AdamW(named, config.optimizer, mesh)
-    loader = train_loader(config, mesh, tokenizer)
-    event(logger, "mesh", mesh=str(mesh), device=str(device), threads=torch.get_num_threads())
-    return Parts(config, mesh, device, dtype, model, named, buckets, optimizer, loader, tokenizer, corpus)
+    return Parts(
+        config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}
+    )
 
 
 def wants_compile(config: RunConfig) -> bool:

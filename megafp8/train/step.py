@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
 from megafp8.fp8.linear import update_states
+from megafp8.nn.deferred import WeightGrads, deferring
 from megafp8.nn.layers import DropoutKey
 from megafp8.optim.clip import clip_scale, grad_norm
 from megafp8.parallel.collectives import all_reduce_
+from megafp8.parallel.pipeline import Wire
 from megafp8.train.setup import Parts
 
 
@@ -28,50 +31,78 @@ class StepResult:
 
 def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step; skipped on every rank alike if the loss or the gradient is not finite."""
-    num_sequences = parts.loader.global_batch
     batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
     target_tokens = count_targets(parts, batches)
-    parts.model.train()
+    for stage in parts.stages:
+        stage.train()
     parts.buckets.zero_(contributions=len(batches))
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        loss += forward_backward(parts, batch, step, num_sequences, scale=1.0 / target_tokens)
-        update_states(parts.fp8_states.values(), parts.mesh.group_of(("dp", "cp", "tp")))
+    passes = Passes(parts, batches, step, scale=1.0 / target_tokens)
+    parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()
-    loss /= target_tokens
-    all_reduce_(loss, parts.mesh.group("dp"))
+    loss = passes.loss_sum() / target_tokens
+    all_reduce_(loss, parts.mesh.group_of(("pp", "dp", "cp")))
     norm = grad_norm(parts.named_parameters, parts.mesh)
     finite = norm.finite and bool(torch.isfinite(loss))
     if finite:
         parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
         for state in parts.fp8_states.values():
             state.drop_weight_cache()
-    return StepResult(float(loss), norm.value, target_tokens, num_sequences, finite)
+    return StepResult(float(loss), norm.value, target_tokens, passes.num_sequences, finite)
 
 
-def forward_backward(parts: Parts, batch: Batch, step: int, num_sequences: int, *, scale: float) -> torch.Tensor:
-    """One micro-batch of a step of `num_sequences`: gradients of loss sum x scale.
+def wire_of(parts: Parts, batch: Batch) -> Wire:
+    """What travels between pipeline stages for such a micro-batch."""
+    return Wire(parts.stages[0].hidden_shape(*batch.tokens.shape), parts.dtype, parts.device)
 
-    Returns:
-        its loss sum, fp64 on the CPU.
+
+class Passes:
+    """The forward and backward passes of a step's micro-batches, stage by stage, for the pipeline to call.
+
+    The gradient is that of the summed loss x `scale`. `num_sequences` of the global batch weigh auxiliary losses.
     """
-    loss_sum, _ = parts.model(
-        batch.tokens,
-        batch.targets,
-        loss_scale=scale,
-        segment_ids=batch.segment_ids,
-        positions=batch.positions,
-        dropout=dropout_key(parts, batch, step),
-        num_sequences=num_sequences,
-    )
-    (loss_sum * scale).backward()
-    return loss_sum.detach().to("cpu", torch.float64)
+
+    def __init__(self, parts: Parts, batches: list[Batch], step: int, *, scale: float) -> None:
+        self.parts, self.batches, self.step, self.scale = parts, batches, step, scale
+        self.num_sequences = sum(len(batch.tokens) for batch in batches) * parts.mesh.size("dp")
+        self.losses: list[torch.Tensor] = []
+        self._stages = dict(zip(parts.pipeline.stages, parts.stages, strict=True))
+
+    def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """One micro-batch through one stage: hidden states, or the scaled loss."""
+        batch, model = self.batches[micro_batch], self._stages[stage]
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = model(
+            batch.tokens,
+            batch.targets,
+            loss_scale=self.scale,
+            segment_ids=batch.segment_ids,
+            positions=batch.positions,
+            dropout=dropout_key(self.parts, batch, self.step) if model.has_dropout else None,
+            num_sequences=self.num_sequences,
+            hidden=hidden,
+        )
+        if isinstance(result, torch.Tensor):
+            return result
+        self.losses.append(result[0].detach())
+        return result[0] * self.scale
+
+    def split(self, backward: Callable[[], None]) -> Callable[[], None]:
+        """Backward without the weight gradients of the linears, which the returned call computes."""
+        store = WeightGrads()
+        with deferring(store):
+            backward()
+        return store.run
+
+    def after_backward(self, stage: int, micro_batch: int) -> None:
+        """The scales of this stage's FP8 tensors follow each micro-batch."""
+        update_states(self._stages[stage].fp8_states.values(), self.parts.mesh.group_of(("dp", "cp", "tp")))
+
+    def loss_sum(self) -> torch.Tensor:
+        """Of this rank, fp64 on the CPU; zero where the last stage is elsewhere."""
+        return torch.tensor(sum(float(loss) for loss in self.losses), dtype=torch.float64)
 
 
-def dropout_key(parts: Parts, batch: Batch, step: int) -> DropoutKey | None:
+def dropout_key(parts: Parts, batch: Batch, step: int) -> DropoutKey:
     """Seed and sample numbers from which masks come: the same on any mesh."""
-    if not parts.model.has_dropout:
-        return None
     return DropoutKey(seed_for(parts.config.run.seed, "dropout", step), batch.sample_ids)
 
 
