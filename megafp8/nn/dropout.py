@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,15 +41,49 @@ def hidden_dropout(
     return _drop(x, rate, key, name, place + torch.arange(h, device=x.device))
 
 
-def attention_dropout(p: Tensor, rate: float, key: DropoutKey, name: str, *, mesh: Mesh) -> Tensor:
-    """Drop attention weights p [B, heads, S, S] (this rank's heads) and scale the rest."""
-    b, heads, s, _ = p.shape
-    device = p.device
-    head = torch.arange(heads, device=device) + mesh.coord("tp") * heads
-    num_heads = heads * mesh.size("tp")
-    place = (key.sample_ids.to(device)[:, None] * num_heads + head) * (s * s)
-    within = torch.arange(s * s, device=device).view(s, s)
-    return _drop(p, rate, key, name, place[..., None, None] + within)
+@dataclass(frozen=True, eq=False)
+class WeightDropout:
+    """Which attention weights of one call are dropped: by sample, head, query and key, on any number of ranks alike.
+
+    Attributes:
+        rate: share of weights dropped.
+        seed: of the layer.
+        heads: [n, r] int64, n = B * g: where the weights of a sample's head begin among all weights.
+        length: S, tokens of the whole sequence.
+        queries, keys: [L], [K] int64, their places in the sequence.
+    """
+
+    rate: float
+    seed: int
+    heads: Tensor
+    length: int
+    queries: Tensor
+    keys: Tensor
+
+    def among(self, queries: Tensor, keys: Tensor) -> WeightDropout:
+        """The same for other queries and keys, given by their places."""
+        return replace(self, queries=queries, keys=keys)
+
+    def factors(self, groups: slice, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """0 or 1 / (1 - rate) for each weight of a block, [groups, queries * r, keys]; slices of n, L and K."""
+        rows = self.heads[groups, None] + (self.queries[queries] * self.length)[None, :, None]
+        place = rows.flatten(1)[..., None] + self.keys[keys]
+        keep = uniform_at(self.seed, place) >= self.rate
+        return keep.to(dtype) * (1.0 / (1.0 - self.rate))
+
+
+def weight_dropout(
+    key: DropoutKey, rate: float, name: str, *, groups: int, r: int, first: int, num_heads: int, places: Tensor
+) -> WeightDropout:
+    """Dropout of all weights between the tokens at `places` [S], for `groups` kv heads with `r` query heads each.
+
+    `first` is the number of the first of these query heads among all `num_heads` of the model.
+    """
+    length = len(places)
+    heads = torch.arange(groups * r, device=places.device).view(groups, r) + first
+    start = (key.sample_ids.to(places.device) * num_heads)[:, None, None] + heads
+    start = start.flatten(0, 1) * (length * length)
+    return WeightDropout(rate, seed_for(key.seed, name), start, length, places, places)
 
 
 def _drop(x: Tensor, rate: float, key: DropoutKey, name: str, place: Tensor) -> Tensor:

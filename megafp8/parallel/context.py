@@ -7,10 +7,13 @@ local order is the order of places. Source: Llama 3 report section 3.3.2; zhuzil
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import torch.distributed as dist
 
 from megafp8.core.errors import ConfigError
-from megafp8.parallel.collectives import all_gather
+from megafp8.parallel.collectives import all_gather, all_to_all
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -77,3 +80,94 @@ def _by_chunks(x: Tensor, chunks: list[int], dim: int) -> Tensor:
     dim = dim % x.dim()
     parts = x.unflatten(dim, (len(chunks), x.shape[dim] // len(chunks)))
     return parts.index_select(dim, torch.tensor(chunks, device=x.device)).flatten(dim, dim + 1)
+
+
+class RingStep(NamedTuple):
+    """What a rank computes in one step of the ring.
+
+    Attributes:
+        source: whose keys it has then.
+        tail: only the queries of its second chunk see any of them.
+        head: only the keys of the source's first chunk are seen.
+        causal: its own keys, under the causal mask; else all of what is named above is seen.
+    """
+
+    source: int
+    tail: bool
+    head: bool
+    causal: bool
+
+
+def ring_step(cp: int, rank: int, step: int) -> RingStep:
+    """Step 0 ... cp - 1 of `rank`: two chunk pairs of work in each, on every rank.
+
+    Keys of an earlier rank: its first chunk lies before, its second behind both of ours. Keys of a later one: both its
+    chunks lie between ours.
+    """
+    source = (rank - step) % cp
+    return RingStep(source, source > rank, source < rank, source == rank)
+
+
+class Shift:
+    """A message to the next rank and one from the previous, under way; both tensors are left alone until `wait`."""
+
+    def __init__(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        ahead, behind = (rank + 1) % size, (rank - 1) % size
+        self._kept = (sent, received)
+        ops = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=ahead, tag=tag),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=behind, tag=tag),
+        ]
+        self._works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> Tensor:
+        """What was received; on a GPU the current stream waits, not the process."""
+        for work in self._works:
+            work.wait()
+        return self._kept[1]
+
+
+def start_shift(sent: Tensor, group: dist.ProcessGroup, tag: int) -> Shift:
+    """Send `sent` (contiguous) one rank on around the ring of `group`, and receive as much from the rank before.
+
+    `tag` tells apart messages that are under way at the same time.
+    """
+    return Shift(sent, torch.empty_like(sent), group, tag)
+
+
+class _Exchange(torch.autograd.Function):
+    """[cp, ...] with a piece for each rank -> [cp, ...] with a piece from each; its own conjugate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return _exchanged(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _exchanged(grads[0], ctx.mesh), None
+
+
+def _exchanged(x: Tensor, mesh: Mesh) -> Tensor:
+    ones = [1] * mesh.size("cp")
+    return all_to_all(x.contiguous(), mesh.group("cp"), ones, ones)
+
+
+def heads_to_sequence(x: Tensor, mesh: Mesh, heads: int, dim: int) -> Tensor:
+    """All heads of this rank's tokens -> this rank's share of the heads, of all tokens in order.
+
+    Differentiable. `heads` is the dim of x with the heads, which cp divides, `dim` that with the tokens.
+    """
+    cp = mesh.size("cp")
+    pieces = x.unflatten(heads, (cp, x.shape[heads] // cp)).movedim(heads, 0)
+    received = _Exchange.apply(pieces, mesh)  # [cp, ...]: tokens of each rank
+    return in_order(received.movedim(0, dim).flatten(dim, dim + 1), cp, dim)
+
+
+def sequence_to_heads(x: Tensor, mesh: Mesh, heads: int, dim: int) -> Tensor:
+    """The inverse of `heads_to_sequence`."""
+    cp = mesh.size("cp")
+    pieces = by_ranks(x, cp, dim).unflatten(dim, (cp, x.shape[dim] // cp)).movedim(dim, 0)
+    received = _Exchange.apply(pieces, mesh)  # [cp, ...]: heads of each rank
+    return received.movedim(0, heads).flatten(heads, heads + 1)
