@@ -114,11 +114,19 @@ class AttentionCore:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Whole causal attention by torch: q [B, g, S, r, d] (scaled), k [B, g, S, d], v [B, g, S, e] -> [S, B, g * r * e]."""
+    """Whole causal attention by torch's SDPA.
+
+    Args:
+        q: [B, g, S, r, d], scaled; k: [B, g, S, d]; v: [B, g, S, e]; segment_ids: [B, S] or None.
+
+    Returns:
+        [S, B, g * r * e].
+    """
     mask = None
     if segment_ids is not None:
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :]).tril()[:, None]
+    heads, shared = q.transpose(2, 3).flatten(1, 2), q.shape[3] > 1
     out = F.scaled_dot_product_attention(
-        q.transpose(2, 3).flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=q.shape[3] > 1
+        heads, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=shared
     )
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -20,7 +20,7 @@ from torch import nn
 
 from megafp8.core.layout import Layout
 from megafp8.fp8.linear import LinearState
-from megafp8.nn.attention import _fused, _unfused
+from megafp8.nn.attention_core import AttentionCore
 from megafp8.nn.context import Context
 from megafp8.nn.gemm import linear
 from megafp8.nn.kernels import Kernels, wide
@@ -173,9 +173,10 @@ class LatentAttention(nn.Module):
         self.q: Any = None
         self.q_down: Any = None
         self.q_norm: Any = None
-        self.name, self.mesh, self.kernels = name, mesh, kernels
+        self.mesh, self.kernels = mesh, kernels
+        self.core = AttentionCore(name, dropout=dropout, mesh=mesh)
         self.num_heads, self.rope_dim, self.scale = num_heads, rope_dim, scale
-        self.interleaved, self.dropout = interleaved, dropout
+        self.interleaved = interleaved
         if q_down is None:
             self.q = q_up
         else:
@@ -195,15 +196,8 @@ class LatentAttention(nn.Module):
         q, k, v = _LatentSplit.apply(
             q, kv, enter(shared, self.mesh), cos, sin, self.interleaved, self.scale, self.kernels
         )
-        branch: Tensor = self.out(self._core(q, k, v, context))
+        branch: Tensor = self.out(self.core(q.unsqueeze(3), k, v, context))  # every head is a kv group of its own
         return branch
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q, k [B, a, S, d], v [B, a, S, v] -> [S, B, a v]; every head is a kv group of its own."""
-        q = q.unsqueeze(2)
-        if self.dropout > 0 and context.dropout is not None:
-            return _unfused(q, k, v, context, self.dropout, f"{self.name}.weights", self.mesh)
-        return _fused(q, k, v, context)
 
 
 def _expand(latent: Tensor, norm: RMSNorm, up: ColumnLinear, again: bool) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.nn import attention
-from megafp8.nn.context import Context
+from megafp8.nn import attention_blocks as blocks
+from megafp8.nn.attention_core import fused
 
 B, G, R, D = 2, 2, 3, 16
 
@@ -20,12 +20,11 @@ def inputs(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [x.to(dtype).requires_grad_() for x in tensors]
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
     q, k, v = q.double(), k.double(), v.double()
     mask = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
-    if context.segment_ids is not None:
-        ids = context.segment_ids
-        mask = mask & (ids[:, None, :, None] == ids[:, None, None, :])
+    if segments is not None:
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
     q = q.permute(0, 1, 3, 2, 4).flatten(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -35,15 +34,14 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 10, 1 << 21])
 def test_blocked_is_sdpa(length: int, documents: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_CHUNK", chunk)  # small: every group in a chunk of its own
+    monkeypatch.setattr(blocks, "_CHUNK", chunk)  # small: every group in a chunk of its own
     segments = (torch.arange(length) * 3 // length).expand(B, -1) if documents else None
-    context = Context(segment_ids=segments)
     ours = inputs(length, torch.float32)
-    out = attention._blocked(*ours, context)
+    out = blocks.blocked(*ours, segments)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     out.backward(grad)
     theirs = inputs(length, torch.float32)
-    expected = exact(*theirs, context)
+    expected = exact(*theirs, segments)
     expected.backward(grad.double())
     # sums of up to 300 products of size 1 in fp32: 300 * 2^-24 = 2e-5
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-5)
@@ -54,12 +52,11 @@ def test_blocked_is_sdpa(length: int, documents: bool, chunk: int, monkeypatch: 
 def test_as_accurate_as_sdpa_in_bf16() -> None:
     """Scores and weights are rounded once more than in SDPA's kernel: errors add in squares, at most 3 times its."""
     errors = []
-    for core, order in ((attention._blocked, None), (attention._fused, (0, 1, 3, 2, 4))):
+    for core in (blocks.blocked, fused):
         tensors = inputs(256, torch.bfloat16)
-        q = tensors[0] if order is None else tensors[0].permute(order)
-        out = core(q, *tensors[1:], Context())
+        out = core(*tensors, None)
         reference = [x.detach().double().requires_grad_() for x in tensors]
-        expected = exact(*reference, Context())
+        expected = exact(*reference, None)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         out.backward(grad)
         expected.backward(grad.double())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megafp8.core.layout import layout_of
 from megafp8.models import ModelConfig, build
 from megafp8.nn import loss as loss_module
-from megafp8.nn.dropout import DropoutKey, attention_dropout, hidden_dropout
+from megafp8.nn.dropout import DropoutKey, hidden_dropout, weight_dropout
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.loss import Output
 from megafp8.nn.parameter import materialize
@@ -95,7 +95,9 @@ def test_dropout_is_by_place_and_keeps_the_mean() -> None:
     assert not torch.equal(dropped, hidden_dropout(x, 0.25, key, "there", mesh=MESH))
     # 4096 draws: the mean of x / 0.75 on 0.75 of them has sigma sqrt(0.25 / 0.75 / 4096) = 0.009; 5 sigma
     assert abs(float(dropped.mean()) - 1) < 0.045
-    weights = attention_dropout(torch.ones(2, 4, 16, 16), 0.25, key, "here", mesh=MESH)
+    dropout = weight_dropout(key, 0.25, "here", groups=2, r=2, first=0, num_heads=4, places=torch.arange(16))
+    weights = dropout.factors(slice(0, 4), slice(0, 16), slice(0, 16), torch.float32)
+    assert weights.shape == (4, 16 * 2, 16)
     assert abs(float((weights == 0).float().mean()) - 0.25) < 0.05  # 2048 draws, 5 sigma of 0.0096
 
 
