@@ -12,10 +12,8 @@ import torch
 from megafp8.core.layout import layout_of
 from megafp8.core.rng import fill_normal_, seed_for
 from megafp8.models import ModelConfig, build
-from megafp8.nn import attention_blocks, attention_context
 from megafp8.nn.layers import DropoutKey
 from megafp8.parallel.collectives import all_gather, all_reduce_
-from megafp8.parallel.context import ring_step
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.mesh_config import ParallelConfig
 from tests.distributed.ranks import run_ranks
