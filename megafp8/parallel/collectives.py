@@ -158,21 +158,6 @@ def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def all_to_all(
-    tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
-) -> torch.Tensor:
-    """Exchange rows: `sent[i]` of `tensor`, in rank order, go to rank i, which sends `received[i]`; any may be 0.
-
-    Conjugate: itself with the two sizes changed over.
-    """
-    if group is None:
-        return tensor
-    out = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    source = _as_bytes(tensor.contiguous())
-    dist.all_to_all_single(_as_bytes(out), source, list(received), list(sent), group=group)
-    return out
-
-
 def _by_library(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda  # NCCL's own calls are right and fast
 
