@@ -89,6 +89,7 @@ class Kernels:
     def __init__(self, *, compiled: bool) -> None:
         self._compiled = compiled
         self._made: dict[tuple[TensorSpec, Callable[..., Any]], Callable[..., Any]] = {}
+        self._amax = _compile(_amax) if compiled else _amax
         self._rescale = _compile(_rescale_) if compiled else _rescale_
         self._rescale_bias = _compile(_rescale_bias_) if compiled else _rescale_bias_
 
@@ -104,6 +105,10 @@ class Kernels:
         else:
             values, scale_inv, amax = self._kernel(spec, delayed_kernel)(_vector(x), scale)
         return values.view(x.shape), scale_inv, amax
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """`amax_of` in one pass."""
+        return self._amax(_vector(x)) if x.numel() else amax_of(x)
 
     def rescale_(
         self,

@@ -6,7 +6,7 @@ passes straight through the quantization.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megafp8.fp8.backend import Backend
 from megafp8.fp8.formats import Format
+from megafp8.fp8.kernels import scaler
 from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.fp8.recipe import ROLES, Recipe, TensorSpec
 
@@ -75,34 +76,59 @@ class LinearState:
         """Forget the quantized weight; call it when the weight or the scales were replaced."""
         self._cached = None
 
-    def quantize(self, role: str, x: torch.Tensor, *, record: bool) -> QuantizedTensor:
-        """Quantize `x` [M, K] in `role`, with its amax into the history if `record`."""
-        quantized, amax = self.backend.quantize(x, self.roles[role].spec, self.roles[role].scale)
+    def one_scale(self, role: str) -> bool:
+        """Whether ranks that hold pieces of one tensor can quantize them with one scale: see `quantize`'s `group`.
+
+        Not so for delayed scaling without `reduce_amax`: there every rank has a scale of its own.
+        """
+        return self.roles[role].scale is None or self.recipe.shares_amax
+
+    def quantize(
+        self, role: str, x: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None
+    ) -> QuantizedTensor:
+        """Quantize `x` [M, K] in `role`, with its amax into the history if `record`.
+
+        `group`: the ranks that hold the other pieces of the same tensor; a scale made from the tensor itself is then
+        made from its largest magnitude over all of them.
+        """
+        spec, scale = self.roles[role].spec, self.roles[role].scale
+        if group is not None and scale is None:
+            shared = self.backend.amax(x)
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+            scale = scaler(spec)(shared)
+        quantized, amax = self.backend.quantize(x, spec, scale)
         if record:
             self.roles[role].record(amax)
         if self.observer is not None:
             self.observer(role, x, quantized, amax)
         return quantized
 
-    def quantized_weight(self, weight: torch.Tensor, *, record: bool) -> QuantizedTensor:
+    def quantized_weight(
+        self, weight: torch.Tensor, *, record: bool, rows: Sequence[slice] | None = None
+    ) -> QuantizedTensor:
         """The weight [N, K], quantized once until the cache is dropped or the weight changes in place.
 
-        Its amax counts once for each quantization, in the first pass that records (an evaluation before it may
-        have done the quantization: it must leave no trace).
+        `rows`: only these of it, one after the other. Its amax counts once for each quantization, in the first pass
+        that records (an evaluation before it may have done the quantization: it must leave no trace).
         """
         key = (weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version)
         cached = self._cached
         if cached is None or cached.key != key:
             role = self.roles["weight"]
-            quantized, amax = self.backend.quantize(weight.detach(), role.spec, role.scale)
+            quantized, amax = self.backend.quantize(picked(weight.detach(), rows), role.spec, role.scale)
             cached = _CachedWeight(quantized, amax, key, recorded=False)
         if record and not cached.recorded:
             self.roles["weight"].record(cached.amax)
             cached = replace(cached, recorded=True)
         if self.observer is not None:
-            self.observer("weight", weight, cached.quantized, cached.amax)
+            self.observer("weight", picked(weight, rows), cached.quantized, cached.amax)
         self._cached = cached
         return cached.quantized
+
+
+def picked(tensor: torch.Tensor, rows: Sequence[slice] | None) -> torch.Tensor:
+    """These rows (along dim 0), one after the other, as a copy; None: the tensor as it is."""
+    return tensor if rows is None else torch.cat([tensor[part] for part in rows])
 
 
 @torch.compiler.disable  # it has state; its kernels are compiled by themselves

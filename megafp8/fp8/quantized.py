@@ -35,6 +35,17 @@ class QuantizedTensor:
         """The tensor that the codes stand for, computed in fp32, same shape."""
         return (self.data.float() * self.scale_inv).to(dtype)
 
+    def to_bytes(self) -> torch.Tensor:
+        """The codes, uint8 of the same shape, as they go over the wire."""
+        data = self.data if self.data.dtype == self.format.dtype else self.data.to(self.format.dtype)  # values: exact
+        return data.view(torch.uint8)
+
+    def with_bytes(self, codes: torch.Tensor) -> QuantizedTensor:
+        """The tensor of these codes (uint8, any shape), with this one's scale, in the form of this one's data."""
+        assert self.format.dtype is not None
+        data = codes.view(self.format.dtype)
+        return QuantizedTensor(data.to(self.data.dtype), self.scale_inv, self.format)
+
     @functools.cached_property
     def columnwise(self) -> torch.Tensor:
         """The codes of the transpose, contiguous [K, N] for data [N, K]; with one scale they are the same bytes."""

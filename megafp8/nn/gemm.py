@@ -1,31 +1,98 @@
-"""The three GEMMs of a linear layer as one autograd function, in the compute dtype or in FP8.
+"""A linear layer split over tp as one autograd function: its three GEMMs and the communication that they hide.
 
-Weight gradients go into the current store of nn/deferred, if there is one.
+Column (each rank has its own outputs), under sequence parallelism:
+
+    forward    all-gather x along S, y = x W^T; kept is this rank's shard of x
+    backward   all-gather x again     | while  dx = g W  is computed
+               reduce-scatter dx      | while  dW = g^T x  is computed
+
+without it x is whole on every rank and dx is all-reduced while dW is computed. Row (each rank has its own inputs): y
+is reduce-scattered (all-reduced), in backward g is gathered first, for both GEMMs want it. In FP8 what is gathered
+are codes, one byte an element, wherever the ranks quantize with one scale. Weight gradients go into the current store
+of nn/deferred, if there is one, and the gather of x with them.
+
+Sources: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2;
+Megatron-LM tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
-from megafp8.fp8.linear import LinearState
+from megafp8.fp8.formats import Format
+from megafp8.fp8.linear import LinearState, picked
 from megafp8.fp8.quantized import QuantizedTensor
-from megafp8.nn.deferred import current_store, deliver
+from megafp8.nn.deferred import WeightGrads, current_store, deliver
 from megafp8.nn.recompute import Rebuild
+from megafp8.parallel.collectives import (
+    Group,
+    Pending,
+    all_gather,
+    all_reduce_,
+    done,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
-Operand = Tensor | QuantizedTensor
+Side = Literal["column", "row"]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """How a linear lies over tp.
+
+    Attributes:
+        side: "column" splits outputs, "row" inputs.
+        group: of tp; None: nothing is split, and nothing below costs anything.
+        sequence_parallel: the unsplit side (a column's input, a row's output) is sharded along S.
+        rows: of the weight that this rank uses, if it shares the weight with others (kv heads fewer than tp).
+    """
+
+    side: Side
+    group: Group = None
+    sequence_parallel: bool = False
+    rows: tuple[slice, ...] | None = None
+
+    @staticmethod
+    def of(mesh: Mesh, side: Side, rows: tuple[slice, ...] | None = None) -> Split:
+        """The split of a linear on `mesh`."""
+        return Split(side, mesh.group("tp"), mesh.sequence_parallel, rows)
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether the input is a shard along S of what the GEMM wants."""
+        return self.side == "column" and self.sequence_parallel
+
+    @property
+    def gathers_grad(self) -> bool:
+        """Whether the output's gradient is a shard along S of what the GEMMs want."""
+        return self.side == "row" and self.sequence_parallel
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState | None, rebuild: Rebuild | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: LinearState | None = None,
+    split: Split | None = None,
+    rebuild: Rebuild | None = None,
 ) -> Tensor:
-    """x [..., K] times weight [..., K] (its leading dims flattened to N) plus bias -> [..., N] in x's dtype.
+    """x [S, ..., K] times weight [..., K] (its leading dims flattened to N) plus bias -> [S, ..., N] in x's dtype.
 
-    `rebuild` makes x again in the backward pass, bit for bit, so that it is not kept; in FP8 the codes are kept.
+    `weight` and `bias` are this rank's; a row's bias is whole and added to the sum. The first dim of x (column) or of
+    the result (row) is a shard under sequence parallelism. `rebuild` makes x again in the backward pass, bit for bit,
+    so that it is not kept; in FP8 the codes are kept instead.
     """
-    y: Tensor = _Linear.apply(x, weight, bias, state, rebuild, torch.is_grad_enabled())
+    y: Tensor = _Linear.apply(x, weight, bias, state, split or Split("column"), rebuild, torch.is_grad_enabled())
     return y
 
 
@@ -37,55 +104,148 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         state: LinearState | None,
+        split: Split,
         rebuild: Rebuild | None,
         record: bool,
     ) -> Tensor:
-        flat, matrix = x.detach().reshape(-1, x.shape[-1]), weight.detach().flatten(0, -2)
-        vector = None if bias is None else bias.detach().flatten()
-        ctx.state, ctx.weight, ctx.x_shape, ctx.x_dtype, ctx.rebuild = state, weight, x.shape, x.dtype, rebuild
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        flat, vector = _rows(x.detach()), None if bias is None else picked(bias.detach().flatten(), split.rows)
+        ctx.state, ctx.split, ctx.weight, ctx.x, ctx.bias = state, split, weight, (x.shape, x.dtype), bias
+        inside = vector if split.side == "column" or split.group is None else None  # a row's is added to the sum
         if state is None:
-            y = torch.nn.functional.linear(flat, matrix, vector)
-            ctx.save_for_backward(weight, *(() if rebuild else (x,)))
+            whole = all_gather(flat, split.group) if split.gathers_input else flat
+            y = F.linear(whole, picked(weight.detach().flatten(0, -2), split.rows), inside)
+            ctx.kept = _Kept(None, split.gathers_input, rebuild)
+            ctx.save_for_backward(weight, *(() if rebuild else (flat,)))
         else:
-            codes = state.quantize("input", flat, record=record)
-            ctx.matrix, ctx.x_format = state.quantized_weight(matrix, record=record), codes.format
-            y = state.backend.fprop(codes, ctx.matrix, vector, x.dtype)
+            kept, codes = _quantized_input(flat, state, split, record)
+            ctx.matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows)
+            y = state.backend.fprop(codes, ctx.matrix, inside, x.dtype)
+            ctx.kept = _Kept(kept.format, kept is not codes, None)
             # through save_for_backward, so that activation recompute can free and remake it
-            ctx.save_for_backward(codes.data, codes.scale_inv)
-        return y.view(*x.shape[:-1], matrix.shape[0])
+            ctx.save_for_backward(kept.data, kept.scale_inv)
+        if split.side == "row" and split.group is not None:
+            y = reduce_scatter(y, split.group) if split.sequence_parallel else all_reduce_(y, split.group)
+            if vector is not None:
+                y += vector
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         state: LinearState | None = ctx.state
-        dx = dw = db = None
-        weight, saved = ctx.weight, ctx.saved_tensors
-        operand: Operand = grad if state is None else state.quantize("grad_output", grad, record=True)
-        matrix = saved[0].flatten(0, -2) if state is None else ctx.matrix
-        if ctx.needs_input_grad[0]:
-            dx = dgrad(operand, matrix, state, ctx.x_dtype).view(ctx.x_shape)
-        if ctx.needs_input_grad[1]:
-            rebuild, x_format = ctx.rebuild, getattr(ctx, "x_format", None)
+        split: Split = ctx.split
+        (shape, dtype), weight, saved = ctx.x, ctx.weight, ctx.saved_tensors
+        grad = _rows(grad_output).contiguous()
+        operand = _whole_grad(grad, state, split)
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        weight_grad = None
+        if wants_dw:
+            weight_grad = _WeightGrad(operand, ctx.kept, saved if state else saved[1:], weight, state, split)
+        store = current_store()
+        if weight_grad is not None and store is None:
+            weight_grad.start()
+        dx: Pending[Any] = done(None)
+        if wants_dx:
+            matrix = picked(saved[0].flatten(0, -2), split.rows) if state is None else ctx.matrix
+            dx = _start_sum(dgrad(operand, matrix, state, dtype), split).then(lambda total: total.view(shape))
+        dw = weight_grad.compute_or_defer(store) if weight_grad is not None else None
+        db = _bias_grad(grad, ctx.bias, split) if wants_db else None
+        return dx.wait(), dw, db, None, None, None, None
 
-            def weight_grad() -> Tensor:
-                if x_format is not None:
-                    x: Operand = QuantizedTensor(saved[0], saved[1], x_format)
-                else:
-                    made = rebuild() if rebuild else saved[1]
-                    x = made.reshape(-1, made.shape[-1])
-                return wgrad(operand, x, state, weight.dtype).view(weight.shape)
 
-            store = current_store()
-            if store is None:
-                dw = weight_grad()
-            else:
-                store.defer(lambda: deliver(weight, weight_grad()))
-        if ctx.needs_input_grad[2]:
-            shape, dtype = ctx.bias
-            db = grad.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype).view(shape)
-        return dx, dw, db, None, None, None
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """How the input comes back in the backward pass.
+
+    Attributes:
+        format: of the codes kept; None: it is kept in the compute dtype.
+        sharded: a shard along S is kept, to be gathered.
+        rebuild: makes it; then nothing is kept.
+    """
+
+    format: Format | None
+    sharded: bool
+    rebuild: Rebuild | None
+
+    def start(self, saved: Sequence[Tensor], group: Group) -> Pending[Any]:
+        """Start bringing it back whole from the tensors kept."""
+        operand: Any
+        if self.format is not None:
+            operand = QuantizedTensor(saved[0], saved[1], self.format)
+        else:
+            operand = _rows(self.rebuild()) if self.rebuild else saved[0]
+        return start_gather(operand, group) if self.sharded else done(operand)
+
+
+@dataclass(eq=False)
+class _WeightGrad:
+    """A weight gradient to be computed: `start` the gather that it waits for, if any, then `compute`."""
+
+    grad: Any
+    kept: _Kept
+    saved: Sequence[Tensor]
+    weight: Tensor
+    state: LinearState | None
+    split: Split
+    gathering: Pending[Any] | None = None
+
+    def start(self) -> None:
+        if self.kept.sharded:
+            self.gathering = self.kept.start(self.saved, self.split.group)
+
+    def compute(self) -> Tensor:
+        x = (self.gathering or self.kept.start(self.saved, self.split.group)).wait()
+        return _put_back(wgrad(self.grad, x, self.state, self.weight.dtype), self.weight.shape, self.split.rows)
+
+    def compute_or_defer(self, store: WeightGrads | None) -> Tensor | None:
+        if store is None:
+            return self.compute()
+        store.defer(lambda: deliver(self.weight, self.compute()), prepare=self.start)
+        return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _quantized_input(
+    flat: Tensor, state: LinearState, split: Split, record: bool
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """What is kept for backward, and the whole input for the GEMM: the same one, or the one is a shard of the other."""
+    if not split.gathers_input:
+        codes = state.quantize("input", flat, record=record)
+        return codes, codes
+    if state.one_scale("input"):
+        codes = state.quantize("input", flat, record=record, group=split.group)
+        return codes, start_gather(codes, split.group).wait()
+    codes = state.quantize("input", all_gather(flat, split.group), record=record)
+    return codes, codes
+
+
+def _whole_grad(grad: Tensor, state: LinearState | None, split: Split) -> Any:
+    """The output's gradient as the GEMMs want it: whole along S, quantized if there is a state."""
+    if not split.gathers_grad:
+        return grad if state is None else state.quantize("grad_output", grad, record=True)
+    if state is None:
+        return all_gather(grad, split.group)
+    if state.one_scale("grad_output"):
+        codes = state.quantize("grad_output", grad, record=True, group=split.group)
+        return start_gather(codes, split.group).wait()
+    return state.quantize("grad_output", all_gather(grad, split.group), record=True)
+
+
+def start_gather(operand: Any, group: Group) -> Pending[Any]:
+    """Start gathering a tensor, or the codes of a quantized one (one byte an element), along its first dim."""
+    if isinstance(operand, QuantizedTensor):
+        return start_all_gather(operand.to_bytes(), group).then(operand.with_bytes)
+    return start_all_gather(operand, group)
+
+
+def _start_sum(dx: Tensor, split: Split) -> Pending[Tensor]:
+    """Start summing a column's input gradient over tp; a row's is whole already."""
+    if split.side == "row" or split.group is None:
+        return done(dx)
+    return start_reduce_scatter(dx, split.group) if split.sequence_parallel else start_all_reduce(dx, split.group)
 
 
 def dgrad(grad: Any, weight: Any, state: LinearState | None, dtype: torch.dtype) -> Tensor:
@@ -96,3 +256,21 @@ def dgrad(grad: Any, weight: Any, state: LinearState | None, dtype: torch.dtype)
 def wgrad(grad: Any, x: Any, state: LinearState | None, dtype: torch.dtype) -> Tensor:
     """grad [M, N] transposed times x [M, K] -> [N, K] of `dtype`."""
     return grad.t() @ x if state is None else state.backend.wgrad(grad, x, dtype)
+
+
+def _bias_grad(grad: Tensor, bias: Tensor, split: Split) -> Tensor:
+    wide = torch.promote_types(bias.dtype, torch.float32)
+    return _put_back(grad.sum(0, dtype=wide).to(bias.dtype), bias.shape, split.rows)
+
+
+def _put_back(grad: Tensor, shape: torch.Size, rows: Sequence[slice] | None) -> Tensor:
+    """The gradient of `picked`, in the parameter's shape."""
+    if rows is None:
+        return grad.view(shape)
+    full = grad.new_zeros(shape)
+    flat, start = full.view(-1, *grad.shape[1:]), 0
+    for part in rows:
+        stop = start + part.stop - part.start
+        flat[part] = grad[start:stop]
+        start = stop
+    return full

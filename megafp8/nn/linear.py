@@ -2,7 +2,7 @@
 
 Column: the input is whole (or gathered along S under sequence parallelism), each rank makes its own outputs. Row:
 each rank holds its own inputs, the outputs are summed over tp (and scattered along S). The conjugates are in
-parallel/collectives; at tp = 1 nothing of this costs anything.
+parallel/collectives; at tp = 1 nothing of this costs anything. What happens inside, and what overlaps: nn/gemm.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import nn
 
 from megafp8.core.layout import Layout
 from megafp8.fp8.linear import LinearState
-from megafp8.nn.gemm import linear
+from megafp8.nn.gemm import Split, linear
 from megafp8.nn.parameter import Init, declare
 from megafp8.nn.recompute import Rebuild
-from megafp8.parallel.collectives import all_gather, copy_to, gather_from, reduce_from, scatter_to
+from megafp8.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -25,6 +25,8 @@ class ColumnLinear(nn.Module):
     """[S or S/tp, B, K] -> [S, B, N/tp]; weight [*parts, K], its last output dim split over tp.
 
     `parts` is (N,) or, for matrices stacked into one GEMM, (2, F) with N = 2 F: then each rank has its piece of both.
+    `rows`: the weight is split over kvtp only, and of its piece this rank uses these rows (kv heads fewer than tp);
+    the other rows get zero gradients, and the gradients are summed over kvrep.
     """
 
     def __init__(
@@ -37,23 +39,18 @@ class ColumnLinear(nn.Module):
         state: LinearState | None,
         mesh: Mesh,
         dtype: torch.dtype,
+        rows: tuple[slice, ...] | None = None,
     ) -> None:
         super().__init__()
-        self.mesh, self.state = mesh, state
-        split = {len(parts) - 1: "tp"}
-        self.weight = declare(Layout((*parts, in_features), split), Init(std), mesh=mesh, dtype=dtype)
-        self.bias = declare(Layout(parts, split), Init(), mesh=mesh, dtype=dtype) if bias else None
+        self.mesh, self.state, self.split = mesh, state, Split.of(mesh, "column", rows)
+        split = {len(parts) - 1: "tp" if rows is None else "kvtp"}
+        partial = () if rows is None else ("kvrep",)
+        self.weight = declare(Layout((*parts, in_features), split, partial), Init(std), mesh=mesh, dtype=dtype)
+        self.bias = declare(Layout(parts, split, partial), Init(), mesh=mesh, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        make = rebuild
-        if make is not None and self.mesh.sequence_parallel:
-            again = make
-
-            def make() -> Tensor:
-                return all_gather(again(), self.mesh.group("tp"))
-
-        return linear(enter(x, self.mesh), self.weight, self.bias, self.state, make)
+        return linear(x, self.weight, self.bias, self.state, self.split, rebuild)
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
@@ -81,7 +78,7 @@ class RowLinear(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.mesh, self.state = mesh, state
+        self.mesh, self.state, self.split = mesh, state, Split.of(mesh, "row")
         self.weight = declare(Layout((out_features, in_features), {1: "tp"}), Init(std), mesh=mesh, dtype=dtype)
         partial = ("tp",) if mesh.sequence_parallel else ()
         layout = Layout((out_features,), grad_sum=partial)
@@ -89,6 +86,4 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        alone = self.mesh.size("tp") == 1
-        y = leave(linear(x, self.weight, self.bias if alone else None, self.state, rebuild), self.mesh)
-        return y if alone or self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias, self.state, self.split, rebuild)

@@ -16,8 +16,8 @@ A collective over an axis of size 1 is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ _library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_te
 _library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Group = dist.ProcessGroup | None
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
@@ -71,22 +73,56 @@ def broadcast_(tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Ten
     return tensor
 
 
+class Pending(Generic[T]):
+    """A communication under way; `wait` (once) gives its result. Keeps what it reads and writes alive until then."""
+
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Any = None) -> None:
+        self._works, self._finish, self._held = works, finish, held
+
+    def wait(self) -> T:
+        """The result; on a GPU the current stream waits, not the caller."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        return self._finish()
+
+    def then(self, function: Callable[[T], U]) -> Pending[U]:
+        """`function` of the result, applied by `wait`."""
+        return Pending((), lambda: function(self.wait()))
+
+
+def done(value: T) -> Pending[T]:
+    """A result that is there already."""
+    return Pending((), lambda: value)
+
+
 def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' equally shaped tensors along `dim`, in rank order; any dtype."""
+    return start_all_gather(tensor, group, dim).wait()
+
+
+def start_all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending[torch.Tensor]:
+    """Start an `all_gather`; `tensor` must not change before its `wait`."""
     if group is None:
-        return tensor
+        return done(tensor)
     size, dim = dist.get_world_size(group), dim % tensor.dim()
     source = tensor.contiguous()
     pieces = source.new_empty((size, *source.shape))
+    works: list[dist.Work | None]
     if _by_library(source):
-        _library_all_gather(_as_bytes(pieces), _as_bytes(source).unsqueeze(0), group=group)
+        ready = _library_all_gather(_as_bytes(pieces), _as_bytes(source).unsqueeze(0), group=group, async_op=True)
+        works = [ready]
     else:
-        _exchange_pieces(pieces, source, group)
-    if dim == 0:
-        return pieces.flatten(0, 1)
-    shape = list(source.shape)
-    shape[dim] *= size
-    return pieces.movedim(0, dim).reshape(shape)
+        works = _exchange_pieces(pieces, source, group)
+
+    def finish() -> torch.Tensor:
+        if dim == 0:
+            return pieces.flatten(0, 1)
+        shape = list(source.shape)
+        shape[dim] *= size
+        return pieces.movedim(0, dim).reshape(shape)
+
+    return Pending(works, finish)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -94,8 +130,13 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
 
     On a CPU the sum is taken in rank order, in fp32 (fp64 for fp64), and rounded once.
     """
+    return start_reduce_scatter(tensor, group, dim).wait()
+
+
+def start_reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending[torch.Tensor]:
+    """Start a `reduce_scatter`; `tensor` must not change before its `wait`."""
     if group is None:
-        return tensor
+        return done(tensor)
     size, dim = dist.get_world_size(group), dim % tensor.dim()
     assert tensor.shape[dim] % size == 0, (
         f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
@@ -103,11 +144,23 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Te
     parts = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).contiguous()
     if _by_library(parts):
         out = torch.empty_like(parts[0])
-        _library_reduce_scatter(out.unsqueeze(0), parts, group=group)
-        return out
+        work = _library_reduce_scatter(out.unsqueeze(0), parts, group=group, async_op=True)
+        return Pending([work], lambda: out, held=parts)
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return _sum_in_order(received)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    return Pending([work], lambda: _sum_in_order(received), held=parts)
+
+
+def start_all_reduce(tensor: torch.Tensor, group: Group) -> Pending[torch.Tensor]:
+    """Start summing `tensor` (contiguous; overwritten) over `group`, with the bits of `all_reduce_`."""
+    if group is None:
+        return done(tensor)
+    if tensor.dtype in _NARROW and not _by_library(tensor):
+        if tensor.numel() % dist.get_world_size(group):
+            return start_all_reduce(tensor.float(), group).then(tensor.copy_)
+        flat = tensor.view(-1)
+        return start_reduce_scatter(flat, group).then(lambda part: all_gather(part, group).view_as(tensor))
+    return Pending([dist.all_reduce(tensor, group=group, async_op=True)], lambda: tensor)
 
 
 def all_to_all(
@@ -135,7 +188,7 @@ def all_gather_uneven(tensor: torch.Tensor, group: Group, sizes: Sequence[int]) 
     if _by_library(source):
         dist.all_gather(pieces, _as_bytes(source), group=group)
     else:
-        _exchange_pieces(pieces, _as_bytes(source), group)
+        Pending(_exchange_pieces(pieces, _as_bytes(source), group), lambda: None).wait()
     return out
 
 
@@ -164,16 +217,14 @@ def _by_library(tensor: torch.Tensor) -> bool:
 
 def _exchange_pieces(
     pieces: torch.Tensor | list[torch.Tensor], source: torch.Tensor, group: dist.ProcessGroup
-) -> None:
-    """Point-to-point all-gather of `source` into the rows of `pieces`; empty ones do not travel."""
+) -> list[dist.Work | None]:
+    """Start a point-to-point all-gather of `source` into the rows of `pieces`; empty ones do not travel."""
     rank = dist.get_rank(group)
     others = [peer for peer in range(len(pieces)) if peer != rank]
     works = [dist.irecv(pieces[peer], group=group, group_src=peer) for peer in others if pieces[peer].numel()]
     works += [dist.isend(source, group=group, group_dst=peer) for peer in others if source.numel()]
     pieces[rank].copy_(source)
-    for work in works:
-        if work is not None:
-            work.wait()
+    return works
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,10 @@ class Emulated:
         values, scale_inv, amax = self._kernels(x).quantize(x, spec, scale)
         return QuantizedTensor(values, scale_inv, spec.format), amax
 
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """Largest magnitude of `x`, fp32 [1]."""
+        return self._kernels(x).amax(x) if self._is_fast(x) else amax_of(x)
+
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:

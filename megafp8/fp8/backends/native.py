@@ -41,6 +41,10 @@ class Native:
         """Quantize `x` [M, K] with `scale` fp32 [1] or, if None, its own; also gives its amax, fp32 [1]."""
         return quantize(x, spec, scale), amax_of(x)
 
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """Largest magnitude of `x`, fp32 [1]."""
+        return amax_of(x)
+
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
