@@ -139,7 +139,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        return linear(x, self.weight, None, self.state, rebuild)
+        return linear(x, self.weight, None, self.state, rebuild=rebuild)
 
 
 class LatentAttention(nn.Module):
