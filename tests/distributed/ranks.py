@@ -23,7 +23,8 @@ from typing import Any
 # Forking after Apple's frameworks were loaded is unsafe, hence spawn there.
 _CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 if sys.platform != "darwin":
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megafp8.parallel.mesh"])
+    # the builder brings torch._dynamo along, a second in every process otherwise
+    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megafp8.parallel.mesh", "megafp8.models.builder"])
 
 _GRACE_SECONDS = 3.0  # for ranks that wait for one that has failed
 
