@@ -86,6 +86,8 @@ def build_stages(
         tp=tp,
         ep=mesh.size("ep"),
         etp=mesh.size("etp"),
+        cp=mesh.size("cp"),
+        cp_exchange=mesh.cp_exchange,
         sequence_parallel=mesh.sequence_parallel,
         precision=precision,
     )

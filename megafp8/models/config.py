@@ -18,6 +18,7 @@ from megafp8.models.families import FAMILIES, preset
 from megafp8.models.mla_config import MLAConfig
 from megafp8.models.moe_config import MoEConfig, check_experts, nearest_divisors, with_widths
 from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms
+from megafp8.parallel.context_check import exchange_problems, sequence_problems
 
 _Rate = Annotated[float, Field(ge=0, lt=1, description="share of elements dropped")]
 
@@ -222,11 +223,13 @@ def check_model(
     tp: int = 1,
     ep: int = 1,
     etp: int = 0,
+    cp: int = 1,
+    cp_exchange: str = "ring",
     sequence_parallel: bool = True,
     sequence_length: int | None = None,
     precision: PrecisionConfig | None = None,
 ) -> list[str]:
-    """Every rule that this model breaks on `tp` ranks, a line each with the way out; empty if it can be built.
+    """Every rule that this model breaks on such a mesh, a line each with the way out; empty if it can be built.
 
     Args:
         etp: 0 = tp.
@@ -263,27 +266,22 @@ def check_model(
     if sequence_length is not None:
         split_anyway = moe.num_experts > 0  # the tp ranks share out the tokens that go to experts
         ranks = tp if sequence_parallel or split_anyway else 1
-        problems += _length_problems(config, sequence_length, ranks, experts=split_anyway)
+        problems += _length_problems(config, sequence_length)
+        problems += sequence_problems(sequence_length, cp=cp, shards=ranks, experts=split_anyway)
+    problems += exchange_problems(cp_exchange, cp=cp, tp=tp, num_heads=config.num_attention_heads)
     if precision is not None and not problems:
         plan, misses = plan_gemms(precision, list(gemm_shapes(config)), config.num_layers)
         problems += misses + dim_problems(plan, gemm_shapes(config), tp) + backend_problems(precision)
     return problems
 
 
-def _length_problems(config: ModelConfig, length: int, ranks: int, *, experts: bool) -> list[str]:
-    problems = []
-    if length > config.max_sequence_length:
-        problems.append(
-            f"sequence_length {length} is above model.max_sequence_length {config.max_sequence_length}; "
-            "raise the one or lower the other"
-        )
-    if length % ranks:
-        problems.append(
-            f"sequence_length {length} is not divisible by parallel.tp {ranks}, as "
-            f"{'experts need' if experts else 'sequence parallelism needs'}; nearest: {_nearest(length, ranks)}"
-            + ("" if experts else ", or parallel.sequence_parallel = false")
-        )
-    return problems
+def _length_problems(config: ModelConfig, length: int) -> list[str]:
+    if length <= config.max_sequence_length:
+        return []
+    return [
+        f"sequence_length {length} is above model.max_sequence_length {config.max_sequence_length}; "
+        "raise the one or lower the other"
+    ]
 
 
 def _nearest(value: int, step: int) -> str:

@@ -116,6 +116,8 @@ def check_run(config: RunConfig, world: int) -> list[str]:
         tp=config.parallel.tp,
         ep=config.parallel.ep,
         etp=config.parallel.etp,
+        cp=config.parallel.cp,
+        cp_exchange=config.parallel.cp_exchange,
         sequence_parallel=config.parallel.sequence_parallel,
         sequence_length=config.data.sequence_length,
         precision=config.precision,
@@ -128,15 +130,16 @@ def check_run(config: RunConfig, world: int) -> list[str]:
 
 
 def _token_problems(config: RunConfig) -> list[str]:
-    """The weight gradient sums over the tokens of a micro-batch, so they too are a dim of an FP8 GEMM."""
-    tokens = config.train.micro_batch * config.data.sequence_length
-    if config.precision.recipe == "none" or tokens % FP8_MULTIPLE == 0:
+    """The weight gradient sums over a rank's tokens of a micro-batch, so they too are a dim of an FP8 GEMM."""
+    tokens, unit = config.train.micro_batch * config.data.sequence_length, FP8_MULTIPLE * config.parallel.cp
+    if config.precision.recipe == "none" or tokens % unit == 0:
         return []
-    near = config.data.sequence_length // FP8_MULTIPLE * FP8_MULTIPLE
-    choices = ", ".join(str(n) for n in (near, near + FP8_MULTIPLE) if n)
+    near = config.data.sequence_length // unit * unit
+    choices = ", ".join(str(n) for n in (near, near + unit) if n)
+    needed = f"{FP8_MULTIPLE} x parallel.cp {config.parallel.cp}" if config.parallel.cp > 1 else str(FP8_MULTIPLE)
     return [
         f"train.micro_batch {config.train.micro_batch} x data.sequence_length {config.data.sequence_length} = {tokens} "
-        f"tokens are not a multiple of {FP8_MULTIPLE}, as FP8 needs; nearest data.sequence_length: {choices}"
+        f"tokens are not a multiple of {needed}, as FP8 needs; nearest data.sequence_length: {choices}"
     ]
 
 
