@@ -20,7 +20,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig
 from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import Context, DropoutKey, LayerSet
-from megafp8.nn.recompute import Recompute, checkpointed
+from megafp8.nn.recompute import Recompute, checkpointed, plan_of, select
 
 Tensor = torch.Tensor
 
@@ -28,22 +28,23 @@ Tensor = torch.Tensor
 class Layer(nn.Module):
     """One decoder layer: (x, branch) -> (x, branch), with x + branch as the residual stream."""
 
-    def __init__(self, layers: LayerSet, name: str, recompute: Recompute, *, experts: bool) -> None:
+    def __init__(self, layers: LayerSet, name: str, selected: frozenset[str], *, experts: bool) -> None:
         super().__init__()
-        self.selective = recompute == "selective"
+        self.norms_again = "norm" in selected
         self.attention_norm: Any = layers.norm()
         self.attention = layers.attention(f"{name}.attention")
         self.attention_dropout = layers.dropout(f"{name}.attention.dropout")
         self.mlp_norm: Any = layers.norm()
         self.mlp = (layers.moe if experts else layers.mlp)(f"{name}.mlp")
         self.mlp_dropout = layers.dropout(f"{name}.mlp.dropout")
+        select(self, selected)
 
     def forward(self, x: Tensor, branch: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         x, y = self.attention_norm(x, branch)
-        rebuild = partial(self.attention_norm.again, x.detach()) if self.selective else None
+        rebuild = partial(self.attention_norm.again, x.detach()) if self.norms_again else None
         branch = self.attention_dropout(self.attention(y, context, rebuild), context)
         x, y = self.mlp_norm(x, branch)
-        rebuild = partial(self.mlp_norm.again, x.detach()) if self.selective else None
+        rebuild = partial(self.mlp_norm.again, x.detach()) if self.norms_again else None
         return x, self.mlp_dropout(self.mlp(y, context, rebuild), context)
 
 
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
         embedding: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config, self.recompute = config, plan_of(recompute)
         self.span = span = span or whole(config)
         self.fp8_states = layers.states
         self.has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
         self.embedding_dropout = layers.dropout("embedding.dropout")
         self.layers: Any = Layers(
             {
-                i: Layer(layers, f"layers.{i}", recompute, experts=config.moe.is_moe_layer(i))
+                i: Layer(layers, f"layers.{i}", self.recompute.selected, experts=config.moe.is_moe_layer(i))
                 for i in range(span.start, span.stop)
             }
         )
@@ -167,7 +168,7 @@ class Decoder(nn.Module):
 
     def _run_layers(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         branch = None
-        recompute = self.recompute == "full" and torch.is_grad_enabled()
-        for layer in self.layers:
-            x, branch = checkpointed(layer, x, branch, context) if recompute else layer(x, branch, context)
+        for place, layer in enumerate(self.layers):
+            again = self.recompute.is_full(place) and torch.is_grad_enabled()
+            x, branch = checkpointed(layer, x, branch, context) if again else layer(x, branch, context)
         return x, branch

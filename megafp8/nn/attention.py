@@ -8,6 +8,7 @@ Shapes: S sequence, B micro-batch, g kv heads of this rank, r query heads for ea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megafp8.nn.context import Context
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.linear import ColumnLinear, RowLinear
 from megafp8.nn.parameter import Init, declare
-from megafp8.nn.recompute import Rebuild
+from megafp8.nn.recompute import Rebuild, checkpointed
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -62,6 +63,8 @@ class Attention(nn.Module):
     biases, q_norm.weight [d], k_norm.weight [d].
     """
 
+    recompute: frozenset[str] = frozenset()  # "core_attention": the core runs again in backward, see nn/recompute
+
     def __init__(
         self,
         qkv: ColumnLinear,
@@ -102,7 +105,8 @@ class Attention(nn.Module):
             self.kernels,
         )
         q = q.transpose(2, 3) if order == HEADS_FIRST else q
-        branch: Tensor = self.out(self.core(q, k, v, context))
+        core = partial(checkpointed, self.core) if "core_attention" in self.recompute else self.core
+        branch: Tensor = self.out(core(q, k, v, context))
         return branch
 
 

@@ -27,7 +27,7 @@ from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import ColumnLinear, RowLinear, enter
 from megafp8.nn.norm import RMSNorm
 from megafp8.nn.parameter import Init, declare
-from megafp8.nn.recompute import Rebuild
+from megafp8.nn.recompute import Rebuild, checkpointed
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -150,6 +150,8 @@ class LatentAttention(nn.Module):
     kv_norm.weight, kv_up.weight [heads (n + v), kv_lora_rank]; out.weight [H, heads v].
     """
 
+    recompute: frozenset[str] = frozenset()  # "core_attention": the core runs again in backward, see nn/recompute
+
     def __init__(
         self,
         *,
@@ -196,9 +198,9 @@ class LatentAttention(nn.Module):
         q, k, v = _LatentSplit.apply(
             q, kv, enter(shared, self.mesh), cos, sin, self.interleaved, self.scale, self.kernels
         )
-        branch: Tensor = self.out(self.core(q.unsqueeze(3), k, v, context))  # every head is a kv group of its own
+        core = partial(checkpointed, self.core) if "core_attention" in self.recompute else self.core
+        branch: Tensor = self.out(core(q.unsqueeze(3), k, v, context))  # every head is a kv group of its own
         return branch
-
 
 def _expand(latent: Tensor, norm: RMSNorm, up: ColumnLinear, again: bool) -> Tensor:
     """The latent's norm through its up-projection; `again`: the norm is made anew in backward, not kept."""

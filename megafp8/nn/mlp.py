@@ -40,6 +40,8 @@ def activation(x: Tensor, name: str, kernels: Kernels) -> Tensor:
 class SwiGLU(nn.Module):
     """Parameters: gate_up.weight [2, F, H] (gate first), down.weight [H, F], and biases if asked for."""
 
+    recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
+
     def __init__(self, gate_up: ColumnLinear, down: RowLinear, *, kernels: Kernels) -> None:
         super().__init__()
         self.gate_up, self.down, self.kernels = gate_up, down, kernels
@@ -49,11 +51,13 @@ class SwiGLU(nn.Module):
         x = x.view(*x.shape[:-1], 2, -1)
         hidden = activation(x, "swiglu", self.kernels)
         kept = x.detach()
-        return self.down(hidden, None if rebuild is None else lambda: self.kernels.swiglu(kept))
+        return self.down(hidden, (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None)
 
 
 class GELU(nn.Module):
     """Parameters: up.weight [F, H], down.weight [H, F], and biases if asked for."""
+
+    recompute: frozenset[str] = frozenset()  # as of SwiGLU
 
     def __init__(self, up: ColumnLinear, down: RowLinear, *, kernels: Kernels) -> None:
         super().__init__()
@@ -63,4 +67,4 @@ class GELU(nn.Module):
         x = self.up(y, rebuild)
         hidden = activation(x, "gelu", self.kernels)
         kept = x.detach()
-        return self.down(hidden, None if rebuild is None else lambda: self.kernels.gelu(kept))
+        return self.down(hidden, (lambda: self.kernels.gelu(kept)) if "activation" in self.recompute else None)

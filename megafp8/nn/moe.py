@@ -33,6 +33,8 @@ class Experts(nn.Module):
     A rank has E / ep of them, and F / etp of each: results are then partial sums.
     """
 
+    recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
+
     def __init__(
         self,
         num_experts: int,
@@ -53,12 +55,13 @@ class Experts(nn.Module):
         self.down = declare(down, Init(down_std), mesh=mesh, dtype=dtype)
         self.kernels = kernels
 
-    def forward(self, x: Tensor, counts: Tensor, *, keep_activation: bool = True) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [R, H], `counts` [E / ep] rows of each expert in order -> [R, H], summed over this rank's part of F."""
         gates = grouped_linear(x, self.gate_up, counts)
         gates = gates.view(len(gates), 2, -1)
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
-        return grouped_linear(hidden, self.down, counts, None if keep_activation else lambda: self.kernels.swiglu(kept))
+        again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
+        return grouped_linear(hidden, self.down, counts, again)
 
 
 class MoE(nn.Module):
@@ -70,13 +73,13 @@ class MoE(nn.Module):
         self.takes_share = mesh.size("tp") > 1 and not mesh.sequence_parallel
 
     def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
-        """`rebuild`, if given, makes y again in backward; the experts' activations are then not kept either."""
+        """`rebuild`, if given, makes y again in the backward pass, so that it is not kept."""
         tokens = self._share(y)
         again = None if rebuild is None else lambda: self._share(rebuild())
         route = self.router(tokens, context, again)
         dispatch = plan_dispatch(route.experts, route.kept, self.router.rules.num_experts, self.mesh)
         rows = dispatch.send(spread(tokens.flatten(0, 1), dispatch))
-        rows = self.experts(rows, dispatch.counts, keep_activation=rebuild is None)
+        rows = self.experts(rows, dispatch.counts)
         branch = combine(dispatch.bring_back(rows), route.weights, dispatch).view(tokens.shape)
         if self.takes_share:
             branch = join_from(branch, self.mesh, "tp", 0)

@@ -1,48 +1,62 @@
 """Activation recompute: what the backward pass needs is made again instead of kept, by the same functions: same bits.
 
-full: a layer keeps its inputs only. selective: the outputs of norms and activations, which are cheap to make from
-tensors that are kept anyway, are dropped (the inputs of the linears behind them).
+full: the first layers of a stage (or all) keep their inputs only, as Megatron's `--recompute-method block`. selective,
+by choice of: "norm" and "activation", whose outputs (the inputs of the linears behind them) are cheap to make from
+tensors that are kept anyway; "core_attention", where it would keep its sequence x sequence matrices (attention weights
+are dropped; the fused cores never keep them). Korthikanti et al. 2022, section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-Recompute = Literal["none", "selective", "full"]
+Mode = Literal["none", "selective", "full"]
 Rebuild = Callable[[], torch.Tensor]
+MODULES = ("core_attention", "norm", "activation")
 
 
-@contextmanager
-def rebuilt(tensor: torch.Tensor, rebuild: Rebuild | None) -> Iterator[None]:
-    """While open, whoever saves `tensor` (or a view of all of it) for backward saves `rebuild` in its place.
+@dataclass(frozen=True)
+class RecomputePlan:
+    """What is recomputed.
 
-    `rebuild` must give the tensor again, bit for bit. None: everything is saved as usual.
+    Attributes:
+        layers: how many layers of each pipeline stage, under "full"; the others keep everything. 0 = all.
+        modules: what of each layer, under "selective"; some of MODULES.
     """
-    if rebuild is None:
-        yield
-        return
-    place, size = tensor.data_ptr(), tensor.numel()
 
-    def pack(saved: torch.Tensor) -> Any:
-        if saved.data_ptr() == place and saved.numel() == size and saved.is_contiguous():
-            shape = saved.shape
-            return lambda: rebuild().view(shape)
-        return saved
+    mode: Mode = "none"
+    layers: int = 0
+    modules: tuple[str, ...] = MODULES
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        with torch.no_grad():
-            result: torch.Tensor = packed()
-        return result
+    def is_full(self, place: int) -> bool:
+        """Whether the layer at `place` of its stage keeps its inputs only."""
+        return self.mode == "full" and (self.layers == 0 or place < self.layers)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    @property
+    def selected(self) -> frozenset[str]:
+        """What every layer makes again, of MODULES."""
+        return frozenset(self.modules) if self.mode == "selective" else frozenset()
+
+
+Recompute = Mode | RecomputePlan
+
+
+def plan_of(recompute: Recompute) -> RecomputePlan:
+    """The plan, from itself or from its mode alone."""
+    return recompute if isinstance(recompute, RecomputePlan) else RecomputePlan(recompute)
+
+
+def select(layer: nn.Module, modules: frozenset[str]) -> None:
+    """Tell every module of a layer that has the attribute `recompute` what it shall make again, of MODULES."""
+    for module in layer.modules():
+        if hasattr(module, "recompute"):
+            module.recompute = modules  # type: ignore[assignment]  # no parameter, whatever nn.Module's stub says
 
 
 def checkpointed(function: Callable[..., Any], *args: Any) -> Any:

@@ -21,7 +21,7 @@ from megafp8.nn.precision import FP8_MULTIPLE, PrecisionConfig
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
-from megafp8.parallel.stages import schedule_problems
+from megafp8.parallel.stages import num_stages, schedule_problems
 
 
 @config_dataclass
@@ -49,6 +49,13 @@ class TrainSection:
     recompute: Annotated[
         Literal["none", "selective", "full"], Field(description="activations recomputed in backward")
     ] = "none"
+    recompute_layers: Annotated[
+        int, Field(ge=0, description="full: layers of each pipeline stage that are recomputed, the first ones; 0 = all")
+    ] = 0
+    recompute_modules: Annotated[
+        tuple[Literal["core_attention", "norm", "activation"], ...],
+        Field(min_length=1, description="selective: what of each layer is recomputed"),
+    ] = ("core_attention", "norm", "activation")
     compile: Annotated[
         Literal["auto", "on", "off"], Field(description="torch.compile of the layers; auto = where a compiler is")
     ] = "auto"
@@ -125,8 +132,19 @@ def check_run(config: RunConfig, world: int) -> list[str]:
     problems += schedule_problems(config.parallel, config.model.num_layers)
     if not mesh_problems:
         problems += _batch_problems(config, world)
-    problems += _token_problems(config)
+    problems += _token_problems(config) + _recompute_problems(config)
     return problems + schedule_of(config).problems()
+
+
+def _recompute_problems(config: RunConfig) -> list[str]:
+    layers, parallel = config.train.recompute_layers, config.parallel
+    if layers and config.train.recompute != "full":
+        rule = f'with recompute = "{config.train.recompute}" no whole layers are recomputed'
+        return [f'train.recompute_layers = {layers}: {rule}; nearest: 0, or recompute = "full"']
+    most = max(parallel.layers_per_stage, default=-(-config.model.num_layers // num_stages(parallel)))
+    if layers <= most:
+        return []
+    return [f"train.recompute_layers = {layers}: a stage has at most {most} layers; nearest: {most}, or 0 for all"]
 
 
 def _token_problems(config: RunConfig) -> list[str]:

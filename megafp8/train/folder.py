@@ -16,7 +16,8 @@ TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json",
 # What may change between two starts of one run without making it another run: length, logging, saving, ranks.
 _FREE = (
     "run.name", "run.dir", "train.steps", "train.micro_batch", "train.eval_interval", "train.eval_samples",
-    "train.recompute", "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
+    "train.recompute", "train.recompute_layers", "train.recompute_modules",
+    "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
     "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "optimizer.kernel",
 )  # fmt: skip
 

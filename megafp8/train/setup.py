@@ -27,6 +27,7 @@ from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.decoder import Decoder
 from megafp8.models.stages import split_layers
+from megafp8.nn.recompute import RecomputePlan
 from megafp8.optim.adamw import AdamW
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.launch import init_distributed, read_launch
@@ -139,7 +140,9 @@ def assemble(
         seed=config.run.seed,
         dtype=dtype,
         device=device,
-        recompute=config.train.recompute,
+        recompute=RecomputePlan(
+            config.train.recompute, config.train.recompute_layers, config.train.recompute_modules
+        ),
         compile_layers=wants_compile(config),
     )
     named = named_parameters(stages)

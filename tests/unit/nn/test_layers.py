@@ -1,4 +1,4 @@
-"""Loss, recompute, rotary tables and dropout of one process."""
+"""Loss, rotary tables and dropout of one process."""
 
 from __future__ import annotations
 
@@ -45,45 +45,6 @@ def test_loss_without_gradients_keeps_nothing() -> None:
     with torch.no_grad():
         loss = layer.loss(x, torch.zeros(2, 5, dtype=torch.int64), None)
     assert not loss.requires_grad and loss.dtype == torch.float32
-
-
-@pytest.mark.parametrize("preset", ["tiny_llama", "tiny_qwen3", "tiny_gpt"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_recompute_gives_the_same_bits(preset: str, dtype: torch.dtype) -> None:
-    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
-    config = ModelConfig(preset=preset, hidden_dropout=0.1)
-    results = []
-    for recompute in ("none", "selective", "full"):
-        model = build(config, dtype=dtype, recompute=recompute)
-        loss, _ = model(tokens, tokens.roll(-1, 1), dropout=DropoutKey(5, torch.tensor([0, 1])))
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def kept_bytes(recompute: str, tokens: torch.Tensor) -> int:
-    """Bytes of distinct storages that the layers of a model keep for backward, parameters apart."""
-    model = build(ModelConfig(preset="tiny_llama"), recompute=recompute)
-    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in mine and x.numel() > tokens.numel():
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = model(tokens, tokens)
-    assert loss is not None
-    return sum(kept.values())
-
-
-def test_recompute_keeps_less() -> None:
-    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
-    full, none = kept_bytes("full", tokens), kept_bytes("none", tokens)
-    assert full < none / 2
 
 
 def test_dropout_is_by_place_and_keeps_the_mean() -> None:

@@ -114,3 +114,12 @@ def test_check_and_print_config():
     assert done.returncode == 0 and "nothing would be refused" in done.stdout
     done = _megafp8("pretrain", str(TINY), "--print-config", "--optimizer.lr", "0.001")
     assert done.returncode == 0 and "lr = 0.001  # default: 0.0003" in done.stdout
+
+
+@pytest.mark.parametrize("overrides, nearest", [
+    (["--train.recompute_layers", "1"], 'nearest: 0, or recompute = "full"'),
+    (["--train.recompute", "full", "--train.recompute_layers", "3"], "at most 2 layers; nearest: 2"),
+])  # fmt: skip
+def test_recomputed_layers_that_do_not_exist(overrides, nearest):
+    problems = check_run(load_run_config(TINY, [*overrides, "--model.num_layers", "2"]), 1)
+    assert [p for p in problems if "train.recompute_layers" in p and nearest in p]
