@@ -1,9 +1,10 @@
 """Activation recompute: what the backward pass needs is made again instead of kept, by the same functions: same bits.
 
-full: the first layers of a stage (or all) keep their inputs only, as Megatron's `--recompute-method block`. selective,
-by choice of: "norm" and "activation", whose outputs (the inputs of the linears behind them) are cheap to make from
-tensors that are kept anyway; "core_attention", where it would keep its sequence x sequence matrices (attention weights
-are dropped; the fused cores never keep them). Korthikanti et al. 2022, section 5.
+full: the first layers of a stage (or all) keep their inputs only, as Megatron's `--recompute-method block`. selective
+(Korthikanti et al. 2022, section 5), by choice of: "norm" and "activation", whose outputs (the inputs of the linears
+behind them) are cheap to make from tensors that are kept anyway; "core_attention", which runs the core again and keeps
+q, k, v only. Our cores never keep matrices of sequence x sequence, so the last one frees only a copy of the output and
+the log-sum-exp (where torch's SDPA is the core), and is not among what "selective" means by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 Mode = Literal["none", "selective", "full"]
 Rebuild = Callable[[], torch.Tensor]
 MODULES = ("core_attention", "norm", "activation")
+CHEAP = ("norm", "activation")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class RecomputePlan:
 
     mode: Mode = "none"
     layers: int = 0
-    modules: tuple[str, ...] = MODULES
+    modules: tuple[str, ...] = CHEAP
 
     def is_full(self, place: int) -> bool:
         """Whether the layer at `place` of its stage keeps its inputs only."""

@@ -55,7 +55,7 @@ class TrainSection:
     recompute_modules: Annotated[
         tuple[Literal["core_attention", "norm", "activation"], ...],
         Field(min_length=1, description="selective: what of each layer is recomputed"),
-    ] = ("core_attention", "norm", "activation")
+    ] = ("norm", "activation")
     compile: Annotated[
         Literal["auto", "on", "off"], Field(description="torch.compile of the layers; auto = where a compiler is")
     ] = "auto"

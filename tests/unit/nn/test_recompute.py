@@ -28,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"preset": "tiny_llama", "hidden_dropout": 0.1},
     "qwen3": {"preset": "tiny_qwen3"},
     "gpt": {"preset": "tiny_gpt", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "mixtral": {"preset": "tiny_mixtral"},
+    "deepseek": {"preset": "tiny_deepseek", "num_layers": 2},
     "latent": {"preset": "tiny_llama", "num_kv_heads": 0, "mla": LATENT, "attention_dropout": 0.1},
 }
 
@@ -43,10 +45,11 @@ def run(values: dict[str, Any], dtype: torch.dtype, recompute: Any, recipe: str)
     results = []
     for step in range(2):
         key = DropoutKey(5, torch.tensor([2 * step, 2 * step + 1]))
-        loss, _ = model(tokens(), tokens().roll(-1, 1), dropout=key)
+        loss, _ = model(tokens(), tokens().roll(-1, 1), dropout=key, num_sequences=2)
         loss.backward()
         update_states(model.fp8_states.values())
         results.append(loss.detach())
+    results += [b.clone() for b in model.buffers()]  # what routers count
     state = [t.clone() for s in model.fp8_states.values() for t in s.tensors().values()]
     return [*results, *(p.grad for p in model.parameters()), *state]
 
@@ -63,17 +66,19 @@ def test_the_same_bits(name: str, dtype: torch.dtype, recipe: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), plan
 
 
-def kept(recompute: Any, name: str = "gpt") -> int:
-    model = build(ModelConfig(**MODELS[name]), recompute=recompute)
+def kept(recompute: Any, dtype: torch.dtype) -> int:
+    model = build(ModelConfig(preset="tiny_gpt", hidden_dropout=0.1), recompute=recompute, dtype=dtype)
     return kept_bytes(lambda: model(tokens(64), tokens(64), dropout=DropoutKey(1, torch.tensor([0, 1]))))
 
 
 def test_each_choice_keeps_less() -> None:
-    none = kept("none")
-    single = [kept(RecomputePlan("selective", modules=(module,))) for module in MODULES]
-    assert all(bytes_ < none for bytes_ in single)
-    assert kept("selective") < min(single)
-    assert kept("full") < kept(RecomputePlan("full", layers=1)) < none  # one of two layers
+    none = kept("none", torch.float32)
+    single = [kept(RecomputePlan("selective", modules=(module,)), torch.float32) for module in MODULES]
+    assert all(number < none for number in single)
+    assert kept(RecomputePlan("selective", modules=MODULES), torch.float32) < min(single)
+    assert kept("selective", torch.bfloat16) < kept("none", torch.bfloat16)
+    one_of_two = kept(RecomputePlan("full", layers=1), torch.float32)
+    assert kept("full", torch.float32) < one_of_two < none
 
 
 def test_bad_choices_are_refused() -> None:
