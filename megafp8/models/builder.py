@@ -95,7 +95,7 @@ def build_stages(
         raise ConfigError("\n".join(problems))
     states = linear_states(
         precision or PrecisionConfig(),
-        gemm_shapes(config),
+        gemm_shapes(config, tp=tp),
         num_layers=config.num_layers,
         tp=tp,
         device=device,

@@ -157,13 +157,15 @@ class ModelConfig:
         return 2 if self.activation == "swiglu" else 1
 
 
-def gemm_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
+def gemm_shapes(config: ModelConfig, *, tp: int = 1) -> dict[str, tuple[int, int, str]]:
     """`{linear's name: (in_features, out_features, which of the two tp splits)}` of the decoder layers, in order.
+
+    `tp` ranks that share a kv head multiply its k and v each: out_features is what all of them make together.
 
     Split is "out", "in", or "" for a linear that every tp rank has whole. Routers and routed experts are not among
     them (`expert_shapes`); shared experts are.
     """
-    attention = _attention_shapes(config)
+    attention = _attention_shapes(config, tp)
     dense = _mlp_shapes(config, "mlp", config.ffn_hidden_size)
     shared = _mlp_shapes(config, "mlp.shared", config.moe.shared_ffn_hidden_size)
     return {
@@ -196,11 +198,12 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
     return {f"layers.{i}.mlp.experts.{name}": shape for i in layers for name, shape in kinds.items()}
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
+def _attention_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int, str]]:
     hidden, mla = config.hidden_size, config.mla
     if not mla.enabled:
+        kv_size = max(config.num_kv_heads, tp) * config.head_dim
         return {
-            "attention.qkv": (hidden, config.qkv_size, "out"),
+            "attention.qkv": (hidden, config.q_size + 2 * kv_size, "out"),
             "attention.out": (config.q_size, hidden, "in"),
         }
     heads = config.num_attention_heads
@@ -237,7 +240,6 @@ def check_model(
     problems = []
     moe = config.moe
     split = {
-        "num_kv_heads": config.num_kv_heads,
         "num_attention_heads": config.num_attention_heads,
         "ffn_hidden_size": config.ffn_hidden_size,
     }
@@ -245,10 +247,11 @@ def check_model(
         del split["ffn_hidden_size"]  # no layer has a dense MLP
     for name, value in split.items():
         if value % tp:
-            way_out = f"nearest: {_nearest(value, tp)}"
-            if name == "num_kv_heads":
-                way_out += f", or tp {nearest_divisors(value, tp)}"
-            problems.append(f"model.{name} {value} is not divisible by parallel.tp {tp}; {way_out}")
+            problems.append(
+                f"model.{name} {value} is not divisible by parallel.tp {tp}; nearest: {_nearest(value, tp)}, or tp "
+                f"{nearest_divisors(value, tp)}"
+            )
+    problems += _kv_head_problems(config, tp)
     problems += check_experts(
         moe,
         num_layers=config.num_layers,
@@ -270,9 +273,28 @@ def check_model(
         problems += sequence_problems(sequence_length, cp=cp, shards=ranks, experts=split_anyway)
     problems += exchange_problems(cp_exchange, cp=cp, tp=tp, num_heads=config.num_attention_heads)
     if precision is not None and not problems:
-        plan, misses = plan_gemms(precision, list(gemm_shapes(config)), config.num_layers)
-        problems += misses + dim_problems(plan, gemm_shapes(config), tp) + backend_problems(precision)
+        shapes = gemm_shapes(config, tp=tp)
+        plan, misses = plan_gemms(precision, list(shapes), config.num_layers)
+        problems += misses + dim_problems(plan, shapes, tp) + backend_problems(precision)
     return problems
+
+
+def _kv_head_problems(config: ModelConfig, tp: int) -> list[str]:
+    """Each rank has whole kv heads, or each kv head lies on the same number of ranks."""
+    heads = config.num_kv_heads
+    if heads % tp == 0 or tp % heads == 0:
+        return []
+    choices = [n for n in range(1, config.num_attention_heads + 1) if config.num_attention_heads % n == 0]
+    fitting = [n for n in choices if n % tp == 0 or tp % n == 0]
+    ranks = [n for n in choices if n % heads == 0 or heads % n == 0]
+    return [
+        f"model.num_kv_heads {heads} and parallel.tp {tp}: the one must be a multiple of the other; nearest: "
+        f"num_kv_heads {_two_nearest(fitting, heads)}, or tp {_two_nearest(ranks, tp)}"
+    ]
+
+
+def _two_nearest(values: list[int], near: int) -> str:
+    return " or ".join(str(v) for v in sorted(sorted(values, key=lambda v: abs(v - near))[:2]))
 
 
 def _length_problems(config: ModelConfig, length: int) -> list[str]:

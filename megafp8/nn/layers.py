@@ -189,11 +189,12 @@ class OwnLayers:
             return self._latent_attention(name)
         s = self.shape
         q_size = s.num_attention_heads * s.head_dim
+        rows = self._shared_kv_rows()
         return Attention(
-            self._column(f"{name}.qkv", (q_size + 2 * s.num_kv_heads * s.head_dim,), bias=s.attention_bias),
+            self._column(f"{name}.qkv", (q_size + 2 * s.num_kv_heads * s.head_dim,), bias=s.attention_bias, rows=rows),
             self._row(f"{name}.out", q_size, bias=s.attention_bias),
             name=name,
-            num_groups=s.num_kv_heads // self.mesh.size("tp"),
+            num_groups=max(1, s.num_kv_heads // self.mesh.size("tp")),
             head_dim=s.head_dim,
             head_norm_eps=s.norm_eps if s.qk_norm else None,
             dropout=s.attention_dropout,
@@ -201,6 +202,17 @@ class OwnLayers:
             dtype=self.dtype,
             kernels=self.kernels,
         )
+
+    def _shared_kv_rows(self) -> tuple[slice, ...] | None:
+        """Where a group of query heads with its k and v lies on several ranks: this rank's heads, and k and v."""
+        s, mesh = self.shape, self.mesh
+        assert mesh.size("kvtp") == min(s.num_kv_heads, mesh.size("tp")), "build_mesh wants the model's kv_heads"
+        if mesh.size("kvrep") == 1:
+            return None
+        in_group = s.num_attention_heads // s.num_kv_heads * s.head_dim
+        mine = in_group // mesh.size("kvrep")
+        first = mesh.coord("kvrep") * mine
+        return slice(first, first + mine), slice(in_group, in_group + 2 * s.head_dim)
 
     def _latent_attention(self, name: str) -> nn.Module:
         s, mla, heads = self.shape, self.shape.mla, self.shape.num_attention_heads
@@ -282,7 +294,15 @@ class OwnLayers:
             dtype=self.dtype,
         )
 
-    def _column(self, name: str, parts: tuple[int, ...], *, bias: bool = False, inputs: int = 0) -> ColumnLinear:
+    def _column(
+        self,
+        name: str,
+        parts: tuple[int, ...],
+        *,
+        bias: bool = False,
+        inputs: int = 0,
+        rows: tuple[slice, ...] | None = None,
+    ) -> ColumnLinear:
         return ColumnLinear(
             inputs or self.shape.hidden_size,
             parts,
@@ -291,6 +311,7 @@ class OwnLayers:
             state=self.states.get(name),
             mesh=self.mesh,
             dtype=self.dtype,
+            rows=rows,
         )
 
     def _row(self, name: str, in_features: int, *, bias: bool = False) -> RowLinear:

@@ -33,6 +33,9 @@ MODELS: dict[str, Values] = {
     },
     "gpt": {"family": "gpt", **SMALL, "num_kv_heads": 8},
     "gpt_dropout": {"family": "gpt", "hidden_dropout": 0.2, "attention_dropout": 0.2, **SMALL, "num_kv_heads": 8},
+    # fewer kv heads than ranks: on 4 ranks each kv head lies on 4, and on 2
+    "one_kv_head": {"family": "qwen3", "head_dim": 8, "attention_bias": True, **SMALL, "num_kv_heads": 1},
+    "two_kv_heads": {"family": "llama", "attention_dropout": 0.2, **SMALL, "num_kv_heads": 2},
 }
 
 # fp64 sums of a few thousand terms in another order: 1e3 * 2^-53 = 1e-13 relative to the largest terms; the norm
@@ -71,10 +74,11 @@ def whole(gradient: torch.Tensor, layout: Any, mesh: Mesh) -> torch.Tensor:
 def outcome(rank: int, world: int, sequence_parallel: bool, recompute: str) -> dict[str, Any]:
     """Loss, logits and whole gradients of every model."""
     torch.set_num_threads(1)
-    mesh = build_mesh(ParallelConfig(tp=world, sequence_parallel=sequence_parallel), world)
     tokens, targets = batch()
     results: dict[str, Any] = {}
     for name, values in MODELS.items():
+        parallel = ParallelConfig(tp=world, sequence_parallel=sequence_parallel)
+        mesh = build_mesh(parallel, world, kv_heads=ModelConfig(**values).num_kv_heads)
         model = build(ModelConfig(**values), mesh=mesh, dtype=torch.float64, recompute=recompute)
         disturb(model, mesh)
         key = DropoutKey(11, torch.tensor([3, 8])) if model.has_dropout else None

@@ -13,6 +13,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.models import ModelConfig, build, check_model, preset, preset_names
 from megafp8.models.cost import activation_bytes, checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
 from megafp8.models.names import hf_config
+from megafp8.nn.precision import PrecisionConfig
 
 # model cards and papers; fp8_1b5 is ours: 24 layers of 50,335,744, a tied embedding of 262,144,000, a norm of 2,048
 PUBLISHED = {
@@ -58,13 +59,30 @@ def test_refused(values: dict, message: str) -> None:
 
 
 def test_tensor_parallel_rules_come_all_at_once() -> None:
-    config = ModelConfig(preset="bench", vocab_size=8190, ffn_hidden_size=1406)
+    config = ModelConfig(
+        preset="bench", vocab_size=8190, ffn_hidden_size=1406, num_attention_heads=24, num_kv_heads=3, head_dim=64
+    )
     problems = check_model(config, tp=8, sequence_length=510)
     assert [p.split(" ")[0] for p in problems] == [
-        "model.num_kv_heads", "model.ffn_hidden_size", "sequence_length",
+        "model.ffn_hidden_size", "model.num_kv_heads", "sequence_length",
     ]  # fmt: skip
-    assert "nearest: 8, or tp 2 or 4" in problems[0]
+    assert "nearest: 1400 or 1408, or tp 1 or 2" in problems[0]
+    assert "nearest: num_kv_heads 2 or 4, or tp 6 or 12" in problems[1]
     assert check_model(ModelConfig(preset="bench"), tp=4, sequence_length=512) == []
+
+
+@pytest.mark.parametrize("kv_heads, tp, fits", [(1, 8, True), (2, 8, True), (8, 2, True), (3, 2, False), (3, 4, False)])
+def test_kv_heads_are_split_or_shared_evenly(kv_heads: int, tp: int, fits: bool) -> None:
+    config = ModelConfig(num_attention_heads=24, num_kv_heads=kv_heads, head_dim=16)
+    assert (check_model(config, tp=tp) == []) == fits
+
+
+def test_fp8_dims_of_shared_kv_heads_are_those_of_a_rank() -> None:
+    """4 query heads on 4 ranks with 1 kv head: each rank multiplies 1 + 2 heads of 8, 24 rows: not a multiple of 16."""
+    config = ModelConfig(num_attention_heads=4, num_kv_heads=1, head_dim=8)
+    (problem,) = check_model(config, tp=4, precision=PrecisionConfig(recipe="delayed", patterns={"out": "none"}))
+    assert "attention.qkv: out dim 24 on each of 4 tp ranks" in problem
+
     assert "max_sequence_length 512" in check_model(ModelConfig(preset="bench"), sequence_length=1024)[0]
 
 

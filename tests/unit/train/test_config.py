@@ -38,10 +38,14 @@ def test_resolved_configuration_round_trips(path, tmp_path):
 
 def test_all_broken_rules_at_once_with_ways_out():
     config = load_run_config(
-        TINY, ["--parallel.tp", "4", "--train.global_batch", "30", "--data.sequence_length", "255"]
+        TINY,
+        [
+            *("--parallel.tp", "4", "--train.global_batch", "30", "--data.sequence_length", "255"),
+            *("--model.num_attention_heads", "12", "--model.num_kv_heads", "3", "--model.head_dim", "16"),
+        ],
     )
     text = "\n".join(check_run(config, 8))
-    assert "num_kv_heads 2 is not divisible by parallel.tp 4" in text
+    assert "model.num_kv_heads 3 and parallel.tp 4: the one must be a multiple of the other; nearest: " in text
     assert "global_batch 30 is not divisible by dp 2 x train.micro_batch 4; nearest: 24, 32" in text
     assert "sequence_length 255 is not divisible by parallel.tp 4" in text
     with pytest.raises(ConfigError):
