@@ -15,7 +15,7 @@ from megafp8.core.errors import EXIT_CODES, EXIT_INTERRUPTED, ConfigError, MegaE
 
 VERBS = (
     "preprocess", "tokenizer", "data", "check", "pretrain", "report", "generate", "eval",
-    "convert", "checkpoint", "formats", "doctor",
+    "convert", "checkpoint", "plan", "formats", "doctor",
 )  # fmt: skip
 
 EPILOG = """examples:

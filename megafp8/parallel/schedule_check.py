@@ -46,9 +46,9 @@ def verify(schedule: Schedule, costs: Costs | None = None, *, weight_share: floa
     spans = [timed[-1].end - timed[0].start for timed in times]
     return Report(
         bubble=(makespan * len(busy) - sum(busy)) / sum(busy),
-        rank_bubble=max((span - work) / work for span, work in zip(spans, busy)),
+        rank_bubble=max((span - work) / work for span, work in zip(spans, busy) if work),
         makespan=makespan,
-        peak_live=tuple(_peak(actions, weight_share) for actions in schedule.actions),
+        peak_live=tuple(peak_live(actions, weight_share=weight_share) for actions in schedule.actions),
         times=times,
     )
 
@@ -78,11 +78,12 @@ def check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(f"{schedule.name}: stage {stage} does {kinds} of micro-batch {micro_batch}")
 
 
-def _peak(actions: Sequence[Action], weight_share: float) -> float:
+def peak_live(actions: Sequence[Action], *, weight_share: float = 1.0, sizes: Sequence[float] = ()) -> float:
+    """The most that is alive at once in a rank's list: 1 for each micro-batch of a stage, or `sizes[stage]`."""
     change = {"F": 1.0, "B": -1.0, "I": weight_share - 1.0, "W": -weight_share}
     live = peak = 0.0
     for action in actions:
-        live += change[action.kind]
+        live += change[action.kind] * (sizes[action.stage] if sizes else 1.0)
         peak = max(peak, live)
     return peak
 

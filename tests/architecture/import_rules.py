@@ -29,7 +29,8 @@ TORCH_FREE = (
     "megafp8/models/cost.py", "megafp8/models/families/", "megafp8/nn/precision.py", "megafp8/optim/config.py",
     "megafp8/optim/lr.py", "megafp8/parallel/mesh_config.py",
     "megafp8/parallel/actions.py", "megafp8/parallel/schedule", "megafp8/parallel/zero_bubble.py",
-    "megafp8/parallel/stages.py", "megafp8/plan/", "megafp8/checkpoint/config.py", "megafp8/train/config.py",
+    "megafp8/parallel/stages.py", "megafp8/plan/mesh_table.py", "megafp8/plan/step_plan.py",
+    "megafp8/checkpoint/config.py", "megafp8/train/config.py",
     "megafp8/train/check.py",
 )  # fmt: skip
 TORCH_ALLOWED = ("megafp8/core/layout.py", "megafp8/core/rng.py", "megafp8/data/loader.py")
