@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         if targets is None:
             logits: Tensor = self.output(y)
             return logits
-        return self.output.loss(y, targets, loss_scale), (targets >= 0).sum()
+        return self.output(y, targets, loss_scale), (targets >= 0).sum()
 
     def _embed(self, tokens: Tensor, positions: Tensor | None, context: Context) -> Tensor:
         x: Tensor = self.embedding(tokens)

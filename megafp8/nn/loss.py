@@ -117,6 +117,11 @@ class Output(nn.Module):
         assert isinstance(matrix, torch.Tensor)
         return matrix
 
+    @property
+    def borrowed(self) -> tuple[nn.Module, ...]:
+        """The module whose weight is used here too, if the weight is tied."""
+        return () if self._tied[0] is None else (self._tied[0],)
+
     def loss(self, x: Tensor, targets: Tensor, scale: float | None) -> Tensor:
         """x [S or S/tp, B, H], targets [B, S] -> summed cross entropy; `scale`: what backward will be called with.
 
@@ -130,11 +135,15 @@ class Output(nn.Module):
         )
         return loss
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, scale: float | None = None) -> Tensor:
         """x [S, B, H] (or a shard along S) -> logits [B, S, V] of all tokens in order, whole vocabulary, in x's dtype.
+
+        With targets it gives their `loss` instead.
 
         With tp or cp > 1 no gradient flows through the gathered logits: training goes through `loss`.
         """
+        if targets is not None:
+            return self.loss(x, targets, scale)
         logits = enter(x, self.mesh) @ self._matrix().t()
         if self.mesh.size("tp") > 1:
             widest = -(-self.vocab_size // self.mesh.size("tp"))  # ranks send alike; what the last lacks is cut off

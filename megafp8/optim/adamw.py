@@ -1,6 +1,7 @@
 """AdamW over masters: fp32 (fp64 for fp64 parameters) weights and moments; the parameters are their copies.
 
-It reads `param.main_grad`, never `param.grad`; where gradients come from is the business of parallel/buckets.
+It reads the gradients that parallel/buckets has made, never `param.grad`: of all of a parameter, or (ZeRO-1) of the
+piece that this rank updates. Then masters and moments are of that piece only, and the parameters are gathered.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from megafp8.core.layout import Layout, layout_of
+from megafp8.core.layout import Layout
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.kernels import TensorLists, choose_kernel
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.pieces import OwnPiece, own_piece
+from megafp8.parallel.weight_gather import BUCKET_BYTES, WeightGather
 
 
 def decays(name: str, layout: Layout, config: OptimizerConfig) -> bool:
@@ -30,16 +34,20 @@ def decays(name: str, layout: Layout, config: OptimizerConfig) -> bool:
 class AdamW:
     """Decoupled weight decay Adam; one fused pass over all masters, one over what is written back.
 
-    Masters of fp32 and fp64 parameters are those parameters themselves, not copies.
+    Masters of fp32 and fp64 parameters are those parameters themselves, not copies, save where only a piece is
+    updated. Then `step` and `load_done` are collective, and return with the parameters whole, or, once a model is
+    attached, while they are still being gathered.
 
     Args:
         named_params: global names and this rank's pieces; a parameter under two names is taken once. Each has
-            `main_grad` (GradBuckets makes it) in its master's dtype.
+            `main_grad` (GradBuckets makes it, and says which piece is updated here) in its master's dtype.
         config: hyper-parameters and the kernel.
         mesh: the mesh whose pieces the parameters are.
+        bucket_bytes: of weights that are gathered in one call.
 
     Attributes:
         step_count: steps taken; set it after loading.
+        gather: makes parameters whole again that are updated piece by piece; None if there are none.
         kernel_name: the kernel in use: "te", "apex" or "torch".
 
     Raises:
@@ -47,31 +55,42 @@ class AdamW:
     """
 
     def __init__(
-        self, named_params: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig, mesh: Mesh
+        self,
+        named_params: Sequence[tuple[str, torch.nn.Parameter]],
+        config: OptimizerConfig,
+        mesh: Mesh,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         once: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for name, param in named_params:
             if param.requires_grad:
                 once.setdefault(id(param), (name, param))
         self._params = dict(once.values())
-        for name, param in self._params.items():
-            local = layout_of(param).local_shape(mesh)
-            assert tuple(param.shape) == local, f"{name} is {tuple(param.shape)}, its layout says {local}"
+        self._pieces = {name: own_piece(param) for name, param in self._params.items()}
+        for name, piece in self._pieces.items():
+            found, said = tuple(piece.of(self._params[name]).shape), piece.layout.local_shape(mesh)
+            assert found == said == tuple(piece.grad.shape), f"{name} is {found}, its layout says {said}"
         self._config = config
         self.step_count = 0
-        self._master = {n: _master_of(p) for n, p in self._params.items()}
+        self._master = {n: _master_of(p, self._pieces[n]) for n, p in self._params.items()}
         self._exp_avg = {n: torch.zeros_like(m) for n, m in self._master.items()}
         self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._master.items()}
         first = next(iter(self._master.values()))
         self.kernel_name, self._kernel = choose_kernel(config.kernel, first.device, first.dtype)
         self._lists = self._group()
-        copied = [n for n, p in self._params.items() if self._master[n].dtype != p.dtype]
+        cut = [n for n, piece in self._pieces.items() if piece.dim is not None]
+        updated = [(self._params[n], self._master[n]) for n in cut]
+        self.gather = WeightGather(updated, mesh, bucket_bytes=bucket_bytes) if cut else None
+        self._attached = False
+        copied = [n for n, p in self._params.items() if self._master[n].dtype != p.dtype and n not in cut]
         self._copied_params = [self._params[n].detach() for n in copied]
         self._copied_masters = [self._master[n] for n in copied]
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: float = 1.0) -> None:
         """Take one step at rate `lr`, gradients times `grad_scale`; `main_grad` is left multiplied."""
+        self.wait()
         self.step_count += 1
         for lists in self._lists:
             self._kernel(lists, self._config, self.step_count, lr, grad_scale)
@@ -82,6 +101,26 @@ class AdamW:
         """Write the masters back to the compute-dtype parameters, as after loading them from a checkpoint."""
         if self._copied_params:
             torch._foreach_copy_(self._copied_params, self._copied_masters)
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather.start()
+            if not self._attached:
+                self.gather.wait()
+
+    def attach(self, *models: nn.Module) -> None:
+        """Let the forward passes of `models` (all that hold the parameters) wait for the gathered weights.
+
+        From then on the gathering that a step starts goes on beside the next forward pass.
+        """
+        self._attached = True
+        if self.gather is not None:
+            for model in models:
+                self.gather.attach(model)
+
+    def wait(self) -> None:
+        """Return when every parameter is whole; for those who use parameters without a model's forward pass."""
+        if self.gather is not None:
+            self.gather.wait()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All state, live: "optimizer.{master,exp_avg,exp_avg_sq}.<name>"; overwrite, then `load_done()`."""
@@ -90,14 +129,16 @@ class AdamW:
 
     def layouts(self) -> dict[str, Layout]:
         """The Layout of each tensor of `tensors()`."""
-        return {key: layout_of(self._params[key.split(".", 2)[2]]) for key in self.tensors()}
+        return {key: self._pieces[key.split(".", 2)[2]].layout for key in self.tensors()}
 
     def _group(self) -> list[TensorLists]:
         groups: dict[tuple[bool, torch.dtype], TensorLists] = {}
-        for name, param in self._params.items():
-            decay = decays(name, layout_of(param), self._config)
-            master, grad = self._master[name], param.main_grad  # type: ignore[attr-defined]
+        for name, piece in self._pieces.items():
+            decay = decays(name, piece.layout, self._config)
+            master, grad = self._master[name], piece.grad
             assert grad.dtype == master.dtype, f"{name}: main_grad is {grad.dtype}, master {master.dtype}"
+            if not master.numel():  # a piece of no rows
+                continue
             weight_decay = self._config.weight_decay if decay else 0.0
             lists = groups.setdefault((decay, master.dtype), TensorLists(weight_decay, [], [], [], []))
             lists.masters.append(master)
@@ -107,7 +148,9 @@ class AdamW:
         return list(groups.values())
 
 
-def _master_of(param: torch.nn.Parameter) -> torch.Tensor:
-    if param.dtype in (torch.float32, torch.float64):
-        return param.detach()
-    return param.detach().float()
+def _master_of(param: torch.nn.Parameter, piece: OwnPiece) -> torch.Tensor:
+    wide = param.dtype if param.dtype in (torch.float32, torch.float64) else torch.float32
+    if piece.dim is None:
+        return param.detach().to(wide)
+    # a piece of its own also where the dtype is the parameter's: kernels want it contiguous
+    return piece.of(param.detach()).to(wide, copy=True, memory_format=torch.contiguous_format)

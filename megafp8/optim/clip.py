@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.core.layout import layout_of
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import RANK_ORDER
+from megafp8.parallel.pieces import own_piece
 
 # fp64 copies are made piece by piece in one buffer. torch's own norm with dtype=float64 allocates a copy
 # for each call, whose pages, by the heap's mood, are mapped anew: 12 to 100 ms and up to 62,000 page faults
@@ -26,17 +26,18 @@ class GradNorm(NamedTuple):
 
 
 def grad_norm(named_params: Sequence[tuple[str, torch.nn.Parameter]], mesh: Mesh) -> GradNorm:
-    """Euclidean norm of all `main_grad`s of the model; collective: all ranks of the mesh call it.
+    """Euclidean norm of all main gradients of the model; collective: all ranks of the mesh call it.
 
-    Squares are summed in fp64. A tensor that several ranks hold counts on that one of them which stands at 0
-    along the axes that do not split it; a non-finite element counts on any.
+    Squares are summed in fp64, over all axes, stages of a pipeline among them. A piece that several ranks hold counts
+    on that one of them which stands at 0 along its layout's `copy_axes`; a non-finite element counts on any.
     """
     counted: list[torch.Tensor] = []
     copies: list[torch.Tensor] = []
     once = {id(param): param for _, param in named_params if param.requires_grad}
     for param in once.values():
-        owner = all(mesh.coord(axis) == 0 for axis in layout_of(param).copy_axes)
-        (counted if owner else copies).append(param.main_grad)  # type: ignore[attr-defined]
+        piece = own_piece(param)
+        owner = all(mesh.coord(axis) == 0 for axis in piece.layout.copy_axes)
+        (counted if owner else copies).append(piece.grad)
     device = next(iter(once.values())).device
     mine, others = _square_sum(counted, device), _square_sum(copies, device)
     sums = torch.stack([mine, (~torch.isfinite(mine + others)).double()])

@@ -8,28 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
 
-from megafp8.core.layout import Layout, layout_of
-from megafp8.parallel.collectives import start_all_reduce_
+from megafp8.core.layout import layout_of
+from megafp8.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.pieces import Packing, cut, zero_dim
 
 # gloo's throughput falls above 16 MB (measured).
 BUCKET_BYTES = 16 << 20
+_IN_FLIGHT = 2  # reduce-scatters under way, each with two copies of its bucket
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose main gradients lie side by side and are summed over the same ranks in one call."""
+    """Parameters whose main gradients lie side by side and are summed over the same ranks in one call.
+
+    With a `packing`, each rank of `group` gets the sum of its pieces only, in `own`, which is part of `flat`; `others`
+    are ranks over which the pieces are summed after that.
+    """
 
     names: list[str]
     params: list[torch.nn.Parameter]
     flat: torch.Tensor
     group: dist.ProcessGroup | None
+    packing: Packing | None = None
+    own: torch.Tensor | None = None
+    others: dist.ProcessGroup | None = None
     waiting: set[str] = field(default_factory=set)
+    scatter: Pending[torch.Tensor] | None = None
     work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Start the reduction."""
+        if self.packing is None:
+            self.work = start_all_reduce_(self.flat, self.group)
+            return
+        main_grads = [p.main_grad for p in self.params]  # type: ignore[attr-defined]
+        rows = self.packing.rows(main_grads)
+        self.packing.pack(main_grads, rows)
+        self.scatter = start_reduce_scatter(rows, self.group)
+
+    def settle(self) -> None:
+        """Wait for the pieces, free what they travelled in, and sum them over the other ranks."""
+        if self.scatter is not None:
+            assert self.own is not None
+            self.own.copy_(self.scatter.wait().view(-1))
+            self.scatter = None
+            self.work = start_all_reduce_(self.own, self.others)
+
+    def wait(self) -> None:
+        """Wait until the sum is there."""
+        self.settle()
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class GradBuckets:
@@ -50,6 +86,9 @@ class GradBuckets:
     A parameter that got fewer gradients than announced, or none, is reduced at `finish()`, so ranks that
     used different parameters do not wait for each other for ever.
 
+    With `shard` (ZeRO-1, Rajbhandari et al. 2020) each replica gets the sum of its own pieces only: `own_piece(param)`
+    (see `pieces`) is what it updates, and after `finish()` the content of `main_grad` is undefined.
+
     Attributes:
         events: since `zero_()`: ("gradient", parameter name), ("reduce", bucket number), ("finish", 0) in
         order.
@@ -62,12 +101,13 @@ class GradBuckets:
         *,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int = BUCKET_BYTES,
+        shard: bool = False,
     ) -> None:
         self.events: list[tuple[str, str | int]] = []
-        self._next = 0  # the bucket whose turn it is
+        self._next = self._settled = 0  # the bucket whose turn it is; those before this one hold no rows any more
         self._left: dict[str, int] = {}  # gradients still to come
         self._untouched: dict[str, torch.nn.Parameter] = {}
-        self._buckets = _make_buckets(_backward_order(named_params), mesh, dtype, bucket_bytes)
+        self._buckets = _make_buckets(_backward_order(named_params), mesh, dtype, bucket_bytes, shard)
         for number, bucket in enumerate(self._buckets):
             for name, param in zip(bucket.names, bucket.params, strict=True):
                 self._listen(number, name, param)
@@ -84,9 +124,9 @@ class GradBuckets:
         Nothing is written now.
         """
         assert contributions >= 1, f"a step of {contributions} micro-batches"
-        assert all(bucket.work is None for bucket in self._buckets), "finish() comes before the next zero_()"
+        assert self._settled == len(self._buckets) or not self._next, "finish() comes before the next zero_()"
         self.events.clear()
-        self._next = 0
+        self._next = self._settled = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.names)
             for name, param in zip(bucket.names, bucket.params, strict=True):
@@ -98,9 +138,8 @@ class GradBuckets:
         while self._next < len(self._buckets):
             self._reduce_next()
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.wait()
+        self._settled = self._next
         self.events.append(("finish", 0))
 
     def _listen(self, number: int, name: str, param: torch.nn.Parameter) -> None:
@@ -108,9 +147,9 @@ class GradBuckets:
             self._take(number, name, param, grad)
 
         def hook(_: torch.Tensor) -> None:
-            if param.grad is not None:  # else backward left it out: it is deferred, and handed to take_grad
-                take_grad(param.grad)
-                param.grad = None
+            assert param.grad is not None
+            take_grad(param.grad)
+            param.grad = None
 
         param.take_grad = take_grad  # type: ignore[attr-defined]
         param.register_post_accumulate_grad_hook(hook)
@@ -118,6 +157,7 @@ class GradBuckets:
     @torch.no_grad()
     def _take(self, number: int, name: str, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         assert self._left[name] > 0 and self._next <= number, f"{name} got more gradients than were announced"
+        assert not getattr(param, "is_stale", False), f"{name} was used before its pieces were gathered"
         self._left[name] -= 1
         main_grad: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
         if self._untouched.pop(name, None) is not None:
@@ -136,7 +176,10 @@ class GradBuckets:
             if self._untouched.pop(name, None) is not None:
                 param.main_grad.zero_()  # type: ignore[attr-defined]
         self.events.append(("reduce", self._next))
-        bucket.work = start_all_reduce_(bucket.flat, bucket.group)
+        while self._settled <= self._next - _IN_FLIGHT:
+            self._buckets[self._settled].settle()
+            self._settled += 1
+        bucket.start()
         self._next += 1
 
 
@@ -151,38 +194,61 @@ def _backward_order(
     return list(once.values())[::-1]
 
 
-def _sum_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in (*layout.data_axes, *layout.grad_sum) if mesh.size(axis) > 1)
+@dataclass(frozen=True)
+class _Kind:
+    """What the parameters of a bucket have in common; axes are those larger than 1."""
+
+    dtype: torch.dtype
+    replicas: tuple[str, ...]
+    partial: tuple[str, ...]
+    sharded: bool
+
+    @staticmethod
+    def of(param: torch.Tensor, mesh: Mesh, dtype: torch.dtype, shard: bool) -> _Kind:
+        layout = layout_of(param)
+        replicas, partial = (
+            tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (layout.data_axes, layout.grad_sum)
+        )
+        sharded = shard and zero_dim(param.shape, prod(mesh.size(axis) for axis in replicas)) is not None
+        wide = torch.float64 if param.dtype == torch.float64 else dtype
+        return _Kind(wide, replicas, partial, sharded)
 
 
 def _make_buckets(
-    ordered: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, dtype: torch.dtype, bucket_bytes: int
+    ordered: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, dtype: torch.dtype, bucket_bytes: int, shard: bool
 ) -> list[_Bucket]:
-    """Cut the parameters of each (dtype, axes to sum over) into buckets; order them by when they are full.
+    """Cut the parameters of each kind into buckets; order them by when they are full.
 
     Those that link two pipeline stages stand last.
     """
-    kinds: dict[tuple[torch.dtype, tuple[str, ...]], list[list[int]]] = {}
-    room: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
+    kinds: dict[_Kind, list[list[int]]] = {}
+    room: dict[_Kind, int] = {}
     for position, (_, param) in enumerate(ordered):
-        kind = (torch.float64 if param.dtype == torch.float64 else dtype, _sum_axes(layout_of(param), mesh))
-        needed = param.numel() * kind[0].itemsize
-        runs = kinds.setdefault(kind, [])
-        if room.get(kind, 0) < needed:
+        kind = _Kind.of(param, mesh, dtype, shard)
+        needed, runs = param.numel() * kind.dtype.itemsize, kinds.setdefault(kind, [])
+        alone = kind.sharded and needed * 8 >= bucket_bytes  # then it travels without a copy, mostly
+        if alone or room.get(kind, 0) < needed:
             runs.append([])
             room[kind] = bucket_bytes
         runs[-1].append(position)
-        room[kind] -= needed
-    cut = [(positions, kind) for kind, runs in kinds.items() for positions in runs]
-    cut.sort(key=lambda item: ("embedding" in item[1][1], item[0][-1]))
-    return [_fill([ordered[i] for i in positions], mesh, *kind) for positions, kind in cut]
+        room[kind] = 0 if alone else room[kind] - needed
+    runs_of = [(positions, kind) for kind, runs in kinds.items() for positions in runs]
+    runs_of.sort(key=lambda item: ("embedding" in item[1].partial, item[0][-1]))
+    return [_fill([ordered[i] for i in positions], mesh, kind) for positions, kind in runs_of]
 
 
-def _fill(
-    members: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, dtype: torch.dtype, axes: tuple[str, ...]
-) -> _Bucket:
+def _fill(members: list[tuple[str, torch.nn.Parameter]], mesh: Mesh, kind: _Kind) -> _Bucket:
     names, params = [name for name, _ in members], [param for _, param in members]
-    flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    flat = torch.zeros(sum(p.numel() for p in params), dtype=kind.dtype, device=params[0].device)
     for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         param.main_grad = part.view(param.shape)  # type: ignore[attr-defined]
-    return _Bucket(names, params, flat, mesh.group_of(axes))
+    if not kind.sharded:
+        return _Bucket(names, params, flat, mesh.group_of(kind.replicas + kind.partial))
+    rank, parts = mesh.place(kind.replicas)
+    packing = Packing([tuple(p.shape) for p in params], parts)
+    # The sum goes where the main gradients were, which nobody needs once they are on their way.
+    first = rank * packing.width if packing.in_place else 0
+    own = flat[first : first + packing.width]
+    for param, grad in zip(params, packing.pieces(own, rank), strict=True):
+        cut(param, grad, mesh)
+    return _Bucket(names, params, flat, mesh.group_of(kind.replicas), packing, own, mesh.group_of(kind.partial))

@@ -31,6 +31,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 _library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+_GATHER_TAG = 7001  # what travels during a forward pass is not mixed up with what layers exchange
+
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
 U = TypeVar("U")
@@ -125,6 +127,16 @@ def start_all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> Pendin
     return Pending(works, finish)
 
 
+def start_all_gather_(rows: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """Start filling `rows` [ranks, n] (contiguous, any dtype but FP8), of which each rank has filled its own."""
+    own = rows[dist.get_rank(group)]
+    if _by_library(rows):
+        works: list[dist.Work | None] = [_library_all_gather(rows, own.unsqueeze(0), group=group, async_op=True)]
+    else:
+        works = _exchange_pieces(rows, own, group, tag=_GATHER_TAG)
+    return Pending(works, lambda: rows)
+
+
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """Sum the ranks' tensors and return this rank's part of the sum along `dim`, in the tensor's dtype.
 
@@ -216,13 +228,14 @@ def _by_library(tensor: torch.Tensor) -> bool:
 
 
 def _exchange_pieces(
-    pieces: torch.Tensor | list[torch.Tensor], source: torch.Tensor, group: dist.ProcessGroup
+    pieces: torch.Tensor | list[torch.Tensor], source: torch.Tensor, group: dist.ProcessGroup, tag: int = 0
 ) -> list[dist.Work | None]:
     """Start a point-to-point all-gather of `source` into the rows of `pieces`; empty ones do not travel."""
     rank = dist.get_rank(group)
     others = [peer for peer in range(len(pieces)) if peer != rank]
-    works = [dist.irecv(pieces[peer], group=group, group_src=peer) for peer in others if pieces[peer].numel()]
-    works += [dist.isend(source, group=group, group_dst=peer) for peer in others if source.numel()]
+    sources = [peer for peer in others if pieces[peer].numel()]
+    works = [dist.irecv(pieces[peer], group=group, group_src=peer, tag=tag) for peer in sources]
+    works += [dist.isend(source, group=group, group_dst=peer, tag=tag) for peer in others if source.numel()]
     pieces[rank].copy_(source)
     return works
 

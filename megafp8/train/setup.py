@@ -146,8 +146,9 @@ def assemble(
         compile_layers=wants_compile(config),
     )
     named = named_parameters(stages)
-    buckets = GradBuckets(named, mesh)
+    buckets = GradBuckets(named, mesh, shard=parallel.dp_shard == "optimizer")
     optimizer = AdamW(named, config.optimizer, mesh)
+    optimizer.attach(*stages)
     return Parts(
         config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}
     )

@@ -24,7 +24,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 if sys.platform != "darwin":
     # the builder brings torch._dynamo along, a second in every process otherwise
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megafp8.parallel.mesh", "megafp8.models.builder"])
+    _CONTEXT.set_forkserver_preload(["torch.distributed", "megafp8.models.builder", "megafp8.optim.adamw"])
 
 _GRACE_SECONDS = 3.0  # for ranks that wait for one that has failed
 
