@@ -138,16 +138,16 @@ def _wanted_axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 
 def _new_groups(sizes: Mapping[str, int], order: str) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    # Only members make a group, all in one order; axes that give the same ranks share it.
+    # Collective: every rank creates every group, its own or not, in one order; axes that give the same ranks share one.
+    # Left to their members, groups are named by how many groups a rank is in, and ranks of which one is in more (the
+    # pipeline's first stage has weights tied to the last) would wait for each other under different names.
     rank = dist.get_rank()
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     groups = {}
     for axes in _wanted_axes(sizes):
-        mine = [ranks for ranks in peers(sizes, axes, order) if rank in ranks]
-        if not mine:
-            continue
-        key = tuple(mine[0])
-        if key not in made:
-            made[key] = dist.new_group(list(key), use_local_synchronization=True, group_desc="x".join(axes))
-        groups[axes] = made[key]
+        for ranks in map(tuple, peers(sizes, axes, order)):
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), group_desc="x".join(axes))
+            if rank in ranks:
+                groups[axes] = made[ranks]
     return groups

@@ -128,8 +128,6 @@ class _Links:
         self._directed: dict[tuple[int, int], dist.ProcessGroup] = {}
         if self._group is None or not directed:
             return
-        # Collective over the world: groups that only their members make get names by the number of groups that a rank
-        # is in, which differs between the first stage and the second.
         for line in peers(mesh.sizes, ("pp",), mesh.order):
             for pair in edges(placement):
                 group = dist.new_group([line[i] for i in pair], group_desc=f"pp {pair[0]} to {pair[1]}")

@@ -29,8 +29,32 @@ class StepResult:
     finite: bool
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What `gradients` leaves beside every `param.main_grad`, equal on all ranks."""
+
+    loss: torch.Tensor
+    target_tokens: int
+    num_sequences: int
+
+
 def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step; skipped on every rank alike if the loss or the gradient is not finite."""
+    found = gradients(parts, step)
+    norm = grad_norm(parts.named_parameters, parts.mesh)
+    finite = norm.finite and bool(torch.isfinite(found.loss))
+    if finite:
+        parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
+        for state in parts.fp8_states.values():
+            state.drop_weight_cache()
+    return StepResult(float(found.loss), norm.value, found.target_tokens, found.num_sequences, finite)
+
+
+def gradients(parts: Parts, step: int) -> Gradients:
+    """Forward and backward of every micro-batch of the next step: the mean loss (fp64) a target token, its gradient.
+
+    Both are over the targets of the whole global batch, whatever the mesh and the number of micro-batches.
+    """
     batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
     target_tokens = count_targets(parts, batches)
     for stage in parts.stages:
@@ -41,13 +65,7 @@ def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     parts.buckets.finish()
     loss = passes.loss_sum() / target_tokens
     all_reduce_(loss, parts.mesh.group_of(("pp", "dp", "cp")))
-    norm = grad_norm(parts.named_parameters, parts.mesh)
-    finite = norm.finite and bool(torch.isfinite(loss))
-    if finite:
-        parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
-        for state in parts.fp8_states.values():
-            state.drop_weight_cache()
-    return StepResult(float(loss), norm.value, target_tokens, passes.num_sequences, finite)
+    return Gradients(loss, target_tokens, passes.num_sequences)
 
 
 def wire_of(parts: Parts, batch: Batch) -> Wire:
