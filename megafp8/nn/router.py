@@ -2,8 +2,8 @@
 
 Logits, scores and losses are in fp32 (fp64 for an fp64 model), whatever the model's dtype. Every rank routes tokens of
 its own: its part of the sequence under tp and cp. What is decided or averaged over a sequence, a micro-batch or the
-global batch is so on any mesh: capacity and the auxiliary losses see all parts of a sequence, and the balance bias the
-counts of all ranks.
+global batch is so on any mesh: capacity and the auxiliary losses see all parts of a sequence. What becomes of the
+counts at the end of a step is in nn/balance.
 
 Sources: softmax top-k as Mixtral (Jiang et al. 2024); sigmoid scores, group-limited choice, bias and sequence-wise loss
 as DeepSeek-V3 (2024, sections 2.1.2 and appendix); loss over a micro-batch and capacity as Switch (Fedus et al. 2021);
@@ -15,7 +15,6 @@ Shapes: S' this rank's part of the sequence, B micro-batch, N = S' * B, E expert
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +31,6 @@ from megafp8.parallel.mesh import Mesh
 Tensor = torch.Tensor
 
 TOKEN_AXES = ("tp", "cp")  # over which the tokens of a sequence lie
-BATCH_AXES = ("dp", "cp", "tp")  # over which the tokens of the global batch lie
 
 
 class RouterRules(Protocol):
@@ -221,31 +219,3 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.tally += ctx.update
         return grads[0], ctx.loss_like, None, None
-
-
-def routers_of(model: nn.Module) -> dict[str, Router]:
-    """The routers of this rank's layers by global name, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
-
-
-def begin_step(routers: Mapping[str, Router]) -> None:
-    """Begin a training step: nothing has been routed."""
-    for router in routers.values():
-        router.tally.zero_()
-
-
-@torch.no_grad()
-def update_balance(routers: Mapping[str, Router], mesh: Mesh) -> None:
-    """End a training step: move every bias one step towards even load; one collective over dp, cp and tp.
-
-    Loss-free balance (Wang et al. 2024; DeepSeek-V3): bias += rate * sign(mean load - load), with the loads of the
-    whole global batch, so that all ranks move alike.
-    """
-    moved = [r for r in routers.values() if r.bias is not None and r.rules.bias_update_rate > 0]
-    if not moved:
-        return
-    loads = torch.stack([router.tally[: router.rules.num_experts] for router in moved])
-    all_reduce_(loads, mesh.group_of(BATCH_AXES))
-    for router, load in zip(moved, loads, strict=True):
-        assert router.bias is not None
-        router.bias += router.rules.bias_update_rate * torch.sign(load.mean() - load).to(router.bias.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from megafp8.core.layout import layout_of
 from megafp8.models import ModelConfig, build
-from megafp8.nn.router import BATCH_AXES, begin_step, routers_of, update_balance
+from megafp8.nn.balance import BATCH_AXES, begin_step, routers_of, update_balance
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.collectives import all_gather, all_gather_uneven, all_reduce_, all_to_all, reduce_scatter_uneven
 from megafp8.parallel.expert import plan_dispatch

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from megafp8.core.config import build as build_config
 from megafp8.models import ModelConfig, build
 from megafp8.models.moe_config import MoEConfig
+from megafp8.nn.balance import begin_step, routers_of, update_balance
 from megafp8.nn.context import Context
 from megafp8.nn.deferred import WeightGrads, deferring
 from megafp8.nn.grouped import grouped_linear
 from megafp8.nn.parameter import materialize
 from megafp8.nn.permute import combine, spread
-from megafp8.nn.router import Router, begin_step, routers_of, update_balance
+from megafp8.nn.router import Router
 from megafp8.parallel.expert import plan_dispatch
 from megafp8.parallel.mesh import Mesh
 
