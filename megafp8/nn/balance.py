@@ -5,8 +5,9 @@ A step is: `begin_step`, the micro-batches, `update_balance`; `read_load` at any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,3 +94,22 @@ def read_load(
         total = max(1.0, sum(counts))
         loads.append(ExpertLoad(layer, tuple(c / total for c in counts), dropped / total, aux, z))
     return loads
+
+
+def load_fields(loads: Sequence[ExpertLoad]) -> dict[str, Any]:
+    """The record of a step's load: means over the layers, the highest load, and each layer's own."""
+    layers = [
+        {
+            "layer": load.layer,
+            "load": [round(share, 6) for share in load.shares],
+            "max_load": load.max_load,
+            "min_load": load.min_load,
+            "dropped": load.dropped,
+            "aux_loss": load.aux_loss,
+            "z_loss": load.z_loss,
+        }
+        for load in loads
+    ]
+    names = ("aux_loss", "z_loss", "dropped")
+    means = {name: sum(getattr(load, name) for load in loads) / len(loads) for name in names}
+    return {**means, "max_load": max(load.max_load for load in loads), "layers": layers}

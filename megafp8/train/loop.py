@@ -18,6 +18,7 @@ from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
 from megafp8.models.cost import flops_per_token
+from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.launch import shutdown
 from megafp8.train import folder, metrics
@@ -89,6 +90,7 @@ class Run:
     def __post_init__(self) -> None:
         config, parts = self.parts.config, self.parts
         self.rank0 = parts.mesh.rank == 0
+        self.moe_layers = [i for i in range(config.model.num_layers) if config.model.moe.is_moe_layer(i)]
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
         self.gpu = GpuReadings(parts.device)
@@ -141,6 +143,8 @@ class Run:
         seconds = time.perf_counter() - start
         self.loss = result.loss
         self._write_step(result, rate, seconds)
+        if self.moe_layers and self.step % config.log.interval == 0:
+            self._write_load()
         tokens = result.num_sequences * config.data.sequence_length
         bar.advance(loss=result.loss, tokens_per_second=tokens / seconds, eta_seconds=self._eta())
         if wants_stats and parts.fp8_states:
@@ -199,6 +203,13 @@ class Run:
         # the median leaves out the first step's compilation and a step that a neighbour disturbed
         left = self.total_samples - self.parts.loader.consumed_samples
         return statistics.median(self.recent) * max(0, left)
+
+    def _write_load(self) -> None:
+        parts, moe = self.parts, self.parts.config.model.moe
+        loads = read_load(
+            parts.routers, parts.mesh, moe_layers=self.moe_layers, num_experts=moe.num_experts, device=parts.device
+        )
+        self.writer.write("moe", self.step, **load_fields(loads))
 
     def _evaluate(self) -> None:
         self.evals = tuple(self.evaluate())

@@ -93,6 +93,12 @@ class MetricsWriter:
             suffix = "" if fields["name"] == "valid" else f" {fields['name']}"
             self._board.add_scalar(f"lm loss validation{suffix}", fields["loss"], step)
             self._board.add_scalar(f"lm loss validation ppl{suffix}", fields["perplexity"], step)
+        elif kind == "moe":
+            self._board.add_scalar("load_balancing_loss", fields["aux_loss"], step)
+            self._board.add_scalar("z_loss", fields["z_loss"], step)
+            for layer in fields["layers"]:
+                for name in ("aux_loss", "z_loss", "max_load", "dropped"):
+                    self._board.add_scalar(f"moe/{name}_layer_{layer['layer']}", layer[name], step)
         elif kind in ("fp8", "gpu"):
             for name, value in fields.get("stats", {}).items():
                 if isinstance(value, (int, float)):

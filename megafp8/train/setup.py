@@ -27,7 +27,9 @@ from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.decoder import Decoder
 from megafp8.models.stages import split_layers
+from megafp8.nn.balance import routers_of
 from megafp8.nn.recompute import RecomputePlan
+from megafp8.nn.router import Router
 from megafp8.optim.adamw import AdamW
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.launch import init_distributed, read_launch
@@ -82,6 +84,11 @@ class Parts:
     def fp8_states(self) -> dict[str, Any]:
         """FP8 state of each linear layer of this rank by module name; empty in BF16."""
         return {name: state for stage in self.stages for name, state in stage.fp8_states.items()}
+
+    @functools.cached_property
+    def routers(self) -> dict[str, Router]:
+        """The experts' routers of this rank by global name; empty in a dense model."""
+        return {name: router for stage in self.stages for name, router in routers_of(stage).items()}
 
 
 def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:

@@ -15,7 +15,7 @@ from megafp8.train.setup import Parts, code_version
 
 
 def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
-    """Live tensors of optimizer and FP8 state by global name, and their layouts.
+    """Live tensors of optimizer, FP8 state and experts' balance by global name, and their layouts.
 
     The compute-dtype weights are not among them: they are a rounding of the masters.
     """
@@ -24,6 +24,10 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
         for name, tensor in state.tensors().items():
             tensors[f"fp8.{module}.{name}"] = tensor
             layouts[f"fp8.{module}.{name}"] = Layout(tuple(tensor.shape))
+    for module, router in parts.routers.items():
+        if router.bias is not None:
+            tensors[f"moe.{module}.bias"] = router.bias
+            layouts[f"moe.{module}.bias"] = Layout(tuple(router.bias.shape))
     return tensors, layouts
 
 

@@ -10,6 +10,7 @@ import torch
 from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
 from megafp8.fp8.linear import update_states
+from megafp8.nn.balance import begin_step, update_balance
 from megafp8.nn.deferred import WeightGrads, deferring
 from megafp8.nn.layers import DropoutKey
 from megafp8.optim.clip import clip_scale, grad_norm
@@ -45,6 +46,7 @@ def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
     finite = norm.finite and bool(torch.isfinite(found.loss))
     if finite:
         parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
+        update_balance(parts.routers, parts.mesh)
         for state in parts.fp8_states.values():
             state.drop_weight_cache()
     return StepResult(float(found.loss), norm.value, found.target_tokens, found.num_sequences, finite)
@@ -60,6 +62,7 @@ def gradients(parts: Parts, step: int) -> Gradients:
     for stage in parts.stages:
         stage.train()
     parts.buckets.zero_(contributions=len(batches))
+    begin_step(parts.routers)
     passes = Passes(parts, batches, step, scale=1.0 / target_tokens)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()
