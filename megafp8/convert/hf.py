@@ -22,7 +22,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.core.jsonio import fsync_dir, read_json, resource_error, sha256_file, write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES, MASTER, check_weights, model_config, tokenizer_path, weights
+from megafp8.infer.weights import DTYPES, check_weights, model_config, stored_name, tokenizer_path, weights
 from megafp8.models.names import config_from_hf, from_hf_tensors, hf_config, to_hf_tensors
 from megafp8.parallel.mesh import Mesh
 
@@ -198,4 +198,4 @@ def from_hf(source: Path | str, out: Path | str) -> Path:
         meta["config"]["data"]["tokenizer"] = str(source.absolute())
     except (DataError, ConfigError):
         meta["tokenizer"] = None  # the run that starts from these weights names its own
-    return save(out, 0, {MASTER + name: tensor for name, tensor in tensors.items()}, {}, Mesh.single(), meta)
+    return save(out, 0, {stored_name(name): tensor for name, tensor in tensors.items()}, {}, Mesh.single(), meta)

@@ -20,6 +20,7 @@ from megafp8.models import ModelConfig, build
 from megafp8.models.decoder import Decoder
 
 MASTER = "optimizer.master."  # the weights are stored once, at full precision, as the optimizer's masters
+BALANCE = "moe."  # biases of experts' routers, which no optimizer holds; never rounded, for they decide choices
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -82,7 +83,12 @@ def weights(path: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Ten
     found = {name.removeprefix(MASTER): tensor.to(dtype) for name, tensor in iterate_tensors(path, MASTER)}
     if not found:
         raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
-    return found
+    return found | {name.removeprefix(BALANCE): tensor for name, tensor in iterate_tensors(path, BALANCE)}
+
+
+def stored_name(name: str) -> str:
+    """The name under which a checkpoint holds a weight or a router's bias."""
+    return f"{BALANCE if name.endswith('.router.bias') else MASTER}{name}"
 
 
 def check_weights(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Decoder:
@@ -93,6 +99,7 @@ def check_weights(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> D
     """
     model = build(config, dtype=next(iter(tensors.values())).dtype, device="meta")
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted |= {name: tuple(b.shape) for name, b in model.named_buffers() if name.endswith(".router.bias")}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(wanted | found):
         here, there = wanted.get(name), found.get(name)
@@ -110,8 +117,10 @@ def build_model(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dev
     """
     model = check_weights(config, tensors)
     for name, tensor in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, torch.nn.Parameter(tensor.to(device), requires_grad=False))
+        place, _, leaf = name.rpartition(".")
+        module, value = model.get_submodule(place), tensor.to(device)
+        is_buffer = leaf in module._buffers
+        setattr(module, leaf, value if is_buffer else torch.nn.Parameter(value, requires_grad=False))
     return model.eval()
 
 
