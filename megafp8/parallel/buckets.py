@@ -147,9 +147,9 @@ class GradBuckets:
             self._take(number, name, param, grad)
 
         def hook(_: torch.Tensor) -> None:
-            assert param.grad is not None
-            take_grad(param.grad)
-            param.grad = None
+            if param.grad is not None:  # else backward left it out: it is deferred, and take_grad will get it
+                take_grad(param.grad)
+                param.grad = None
 
         param.take_grad = take_grad  # type: ignore[attr-defined]
         param.register_post_accumulate_grad_hook(hook)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megafp8.parallel.actions import Action, Schedule
+from megafp8.parallel.transfers import with_transfers
 
 
 class Message(NamedTuple):
@@ -56,19 +57,41 @@ def gives(action: Action, num_stages: int) -> Message | None:
     return Message("B", stage - 1, micro_batch) if kind != "W" and stage > 0 else None
 
 
-def plan(schedule: Schedule, rank: int, *, ahead: int) -> list[Step]:
-    """The steps of `rank`; receives are posted `ahead` actions before the one that wants them."""
-    inbox = _Inbox(schedule.actions, schedule.placement, rank)
-    mine, stages = schedule.actions[rank], schedule.num_stages
+def plan(schedule: Schedule, rank: int, *, ahead: bool) -> list[Step]:
+    """The steps of `rank`.
+
+    Args:
+        ahead: a receive is posted while the action before the one that wants it runs; this needs sends that wait for
+            no receive of their own rank. False: all transfers in the one order of `with_transfers`, which ends even if
+            each is waited for before the next.
+    """
+    stages = schedule.num_stages
+    posts = _posts_ahead(schedule, rank) if ahead else _posts_in_turn(schedule, rank)
     steps = []
-    for index, action in enumerate(mine):
-        post: list[tuple[Message, int]] = []
-        for coming in mine[index : index + 1 + ahead]:
-            post += inbox.up_to(needs(coming, stages))
+    for action, post in zip(schedule.actions[rank], posts, strict=True):
         given = gives(action, stages)
         target = None if given is None else (given, schedule.placement[given.stage])
         steps.append(Step(action, tuple(post), needs(action, stages), target))
     return steps
+
+
+def _posts_ahead(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
+    mine, inbox = schedule.actions[rank], _Inbox(schedule.actions, schedule.placement, rank)
+    wanted = [*(needs(action, schedule.num_stages) for action in mine), None]
+    return [inbox.up_to(now) + inbox.up_to(then) for now, then in pairwise(wanted)]
+
+
+def _posts_in_turn(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
+    posts: list[list[tuple[Message, int]]] = [[]]
+    for step in with_transfers(schedule)[rank]:
+        if isinstance(step, Action):
+            posts.append([])
+        elif step.way == "recv":
+            message = gives(step.made_by, schedule.num_stages)
+            assert message is not None
+            posts[-1].append((message, step.peer))
+    assert not posts[-1], "a receive after the last action"
+    return posts[:-1]
 
 
 class _Inbox:

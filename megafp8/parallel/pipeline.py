@@ -3,10 +3,11 @@
 It knows no model: a stage is whatever turns hidden states into hidden states, the last one into a loss. One process
 runs the list F, B, F, B through the same code.
 
-Receives are posted in the sender's order (`messages`) and nothing waits for a send but the end of a run or the backward
-pass that proves its arrival, so ranks cannot wait for each other in a circle, whatever the schedule. With `overlap`
-each direction between two ranks has a group of its own: NCCL would otherwise queue an early receive ahead of the send
-that its sender waits for.
+With `overlap` receives are posted one action ahead, in the sender's order, and nothing waits for a send but the end of
+a run or the backward pass that proves its arrival: ranks cannot wait for each other in a circle, whatever the schedule.
+Each direction between two ranks then has a group of its own, since NCCL would queue an early receive ahead of the send
+that its sender waits for. Without it, sends and receives between two actions form one batch, in the order that
+`transfers` proves to end.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from megafp8.parallel.mesh_config import peers
 from megafp8.parallel.messages import Message, Step, edges, plan
 
 Tensor = torch.Tensor
-
-_AHEAD = 1  # actions before the one that wants it, a message's receive is posted
 
 
 class Wire(NamedTuple):
@@ -101,7 +100,7 @@ class Pipeline:
 
     def _make_plan(self, micro_batches: int, forward_only: bool) -> list[Step]:
         schedule = self._schedule(micro_batches)
-        return plan(schedule.forward_only() if forward_only else schedule, self.rank, ahead=_AHEAD * self.overlap)
+        return plan(schedule.forward_only() if forward_only else schedule, self.rank, ahead=self.overlap)
 
     def _agree(self, wire: Wire, micro_batches: int, forward_only: bool) -> None:
         """All ranks of the pipeline expect the same messages: asked once for each kind of run, not in each message."""

@@ -244,3 +244,24 @@ def test_stages_and_experts_reduce_over_their_own_ranks():
         assert grads["embedding.weight"] == 2222
         assert grads["experts"] == 2 * 10**rank
         assert grads["layers.1"] == (22 if rank < 2 else 2200)
+
+
+class _WithoutWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_gradient_that_backward_leaves_out_comes_later():
+    param, x = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
+    buckets = GradBuckets([("w", param)], Mesh.single())
+    buckets.zero_()
+    _WithoutWeight.apply(x, param).sum().backward()
+    assert ("gradient", "w") not in buckets.events
+    param.take_grad(torch.full((4,), 3.0))
+    buckets.finish()
+    assert param.main_grad.eq(3).all() and ("reduce", 0) in buckets.events
