@@ -66,6 +66,8 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"mlp_only_layers {dense} with decoder_sparse_step {config.get('decoder_sparse_step', 1)}: only the first "
             "layers can be without experts"
         )
+    if "num_local_experts" in config:  # what transformers 5 writes; the published files have num_experts
+        config = {"num_experts": config["num_local_experts"], **config}
     moe = {ours: config[theirs] for ours, theirs in _KEYS.items() if config.get(theirs) is not None}
     moe.setdefault("normalize_top_k", False)  # Hugging Face's default
     return qwen3.from_config(config) | {"family": "qwen3_moe", "moe": moe | {"first_dense_layers": len(dense)}}

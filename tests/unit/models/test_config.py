@@ -29,7 +29,7 @@ def test_parameter_counts() -> None:
     assert {name: num_parameters(ModelConfig(preset=name)) for name in PUBLISHED} == PUBLISHED
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if not ModelConfig(preset=name).moe.num_experts])
+@pytest.mark.parametrize("name", preset_names())
 def test_count_is_that_of_the_built_model(name: str) -> None:
     model = build(ModelConfig(preset=name), device="meta")
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)
