@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.core.jsonio import fsync_dir, read_json, resource_error, sha256_file, write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES, check_weights, model_config, stored_name, tokenizer_path, weights
+from megafp8.infer.weights import DTYPES, check_weights, in_dtype, model_config, stored_name, tokenizer_path, weights
 from megafp8.models.names import config_from_hf, from_hf_tensors, hf_config, to_hf_tensors
 from megafp8.parallel.mesh import Mesh
 
@@ -134,6 +135,8 @@ def _write(
     say: Callable[[str], Any],
 ) -> Report | None:
     config = model_config(source)
+    if config.moe.capacity_factor:  # a rule of training; what others run, and what is verified, drops no token
+        config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
     theirs = hf_config(config)
     spec = tokenizer_path(source, tokenizer)
     tensors = weights(source, DTYPES[dtype])
@@ -184,7 +187,7 @@ def from_hf(source: Path | str, out: Path | str) -> Path:
     if candidates(out):
         raise ResourceError(f"{out}: holds checkpoints already; choose another folder")
     config = config_from_hf(read_config(source))
-    tensors = {name: t.float() for name, t in from_hf_tensors(config, read_weights(source)).items()}
+    tensors = in_dtype(from_hf_tensors(config, read_weights(source)), torch.float32)
     check_weights(config, tensors)
     meta: dict[str, Any] = {
         "step": 0,

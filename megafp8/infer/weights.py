@@ -80,10 +80,15 @@ def weights(path: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Ten
     Raises:
         CheckpointError: damaged, or it holds no weights.
     """
-    found = {name.removeprefix(MASTER): tensor.to(dtype) for name, tensor in iterate_tensors(path, MASTER)}
+    found = in_dtype({name.removeprefix(MASTER): t for name, t in iterate_tensors(path, MASTER)}, dtype)
     if not found:
         raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
     return found | {name.removeprefix(BALANCE): tensor for name, tensor in iterate_tensors(path, BALANCE)}
+
+
+def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """`tensors` in `dtype` (None: as they are), but for the routers' biases, which are never rounded."""
+    return {name: t if name.endswith(".router.bias") else t.to(dtype) for name, t in tensors.items()}
 
 
 def stored_name(name: str) -> str:

@@ -19,6 +19,9 @@ from megafp8.infer.weights import MASTER, model_config, weights
 from tests.unit.infer.models import config_of, save_model
 
 LLAMA3 = {"type": "llama3", "factor": 4.0, "original_max_length": 24}
+EXPERTS = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "first_dense_layers": 1}
+GROUPED = EXPERTS | {"num_groups": 4, "top_k_groups": 2, "num_shared_experts": 2}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 MODELS = {
     "llama": config_of(num_kv_heads=2, rope_theta=500.0),
     "llama, one kv head, tied": config_of(num_kv_heads=1, tied_embeddings=True),
@@ -29,6 +32,10 @@ MODELS = {
     "yarn scaling": config_of(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_length": 24}),
     "qwen3": config_of("qwen3", num_kv_heads=2),
     "gpt": config_of("gpt", tied_embeddings=True),
+    "mixtral": config_of("mixtral", num_kv_heads=2, moe={"num_experts": 4}),
+    "qwen3_moe": config_of("qwen3_moe", num_kv_heads=2, moe=EXPERTS),
+    "deepseek": config_of("deepseek", head_dim=0, mla=MLA, moe=GROUPED),
+    "deepseek, no latent queries": config_of("deepseek", head_dim=0, mla=MLA | {"q_lora_rank": 0}, moe=GROUPED),
 }
 
 

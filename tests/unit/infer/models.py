@@ -5,7 +5,7 @@ import torch
 from megafp8 import checkpoint
 from megafp8.core.config import to_dict
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import MASTER
+from megafp8.infer.weights import stored_name
 from megafp8.models import ModelConfig, build
 from megafp8.parallel.mesh import Mesh
 
@@ -27,7 +27,7 @@ def config_of(family="llama", **fields):
 def masters_of(config, seed=3):
     """fp32 weights by name; norms and biases are moved off their neutral start, so that losing one shows."""
     model = build(config, dtype=torch.float32, seed=seed)
-    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.Generator().manual_seed(seed)
     for tensor in tensors.values():
         if tensor.dim() == 1:
@@ -43,6 +43,6 @@ def save_model(root, config, *, tensors=None, tokenizer="bytes", step=1, length=
         "tokenizer": identity(load_tokenizer(tokenizer)),
     }
     tensors = masters_of(config) if tensors is None else tensors
-    state = {MASTER + name: tensor for name, tensor in tensors.items()}
+    state = {stored_name(name): tensor for name, tensor in tensors.items()}
     state |= {"optimizer.exp_avg." + name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     return checkpoint.save(root, step, state, {}, Mesh.single(), meta)
