@@ -15,6 +15,7 @@ from megafp8.nn.attention_blocks import Sight
 
 Tensor = torch.Tensor
 
+_ATEN = torch.ops.aten
 _MAX_WIDTH = 256  # of a head in FlashAttention-2
 _ALIGN = 8  # elements: 16 bytes in 16-bit floats
 _LSE_ALIGN = 32  # the memory-efficient kernel pads rows of its log-sum-exp to this
@@ -34,11 +35,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
     if sight.segments is None:
         width = max(q.shape[-1], v.shape[-1])
         flat = [_padded(x, width) for x in (_heads(q), k, v)]
-        result = torch.ops.aten._scaled_dot_product_flash_attention(*flat, 0.0, sight.causal, scale=1.0)
+        result = _ATEN._scaled_dot_product_flash_attention(*flat, 0.0, sight.causal, scale=1.0)
         out, lse = result[0][..., : v.shape[-1]], result[1]
     else:
         bias = _bias(q, k, sight)
-        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out, lse = _ATEN._scaled_dot_product_efficient_attention(
             _heads(q), *_repeated(k, v, shape[3]), bias, True, 0.0, False, scale=1.0
         )[:2]
     return _groups(out, shape), _groups(lse[..., : shape[2], None], shape).squeeze(-1)
@@ -55,14 +56,14 @@ def backward(
     if sight.segments is None:
         width = max(d, v.shape[-1])
         grad, query, key, value, result = (_padded(x, width) for x in (dout, _heads(q), k, v, out))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, result, log_sum.contiguous(), None, None, length, k.shape[2], 0.0, sight.causal,
             none, none, scale=1.0,
         )  # fmt: skip
         return _groups(dq[..., :d], shape), dk[..., :d], dv[..., : v.shape[-1]]
     rows = -(-length // _LSE_ALIGN) * _LSE_ALIGN
     log_sum = F.pad(log_sum, (0, rows - length), value=float("inf"))
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
         dout, _heads(q), *_repeated(k, v, r), _bias(q, k, sight), out, log_sum, none, none, 0.0,
         [True, True, True, False], False, scale=1.0,
     )  # fmt: skip

@@ -12,8 +12,10 @@ import torch
 from megafp8.core.layout import layout_of
 from megafp8.core.rng import fill_normal_, seed_for
 from megafp8.models import ModelConfig, build
+from megafp8.nn import attention_blocks, attention_context
 from megafp8.nn.layers import DropoutKey
 from megafp8.parallel.collectives import all_gather, all_reduce_
+from megafp8.parallel.context import chunks_of, ring_step
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.mesh_config import ParallelConfig
 from tests.distributed.ranks import run_ranks
@@ -77,11 +79,9 @@ def outcome(
     results: dict[str, dict[str, Any]] = {}
     for exchange in exchanges:
         results[exchange] = {}
+        mesh = build_mesh(ParallelConfig(**sizes, cp_exchange=exchange), world)
         for name, values in MODELS.items():
-            config = ModelConfig(**values)
-            parallel = ParallelConfig(**sizes, cp_exchange=exchange)
-            mesh = build_mesh(parallel, world, kv_heads=config.num_kv_heads)
-            model = build(config, mesh=mesh, dtype=dtype, recompute=recompute)
+            model = build(ModelConfig(**values), mesh=mesh, dtype=dtype, recompute=recompute)
             disturb(model, mesh)
             results[exchange][name] = run(model, mesh, name, micro)
     return results
@@ -105,9 +105,7 @@ def run(model: Any, mesh: Mesh, name: str, micro: int) -> tuple[float, int, Any,
 @pytest.fixture(scope="module")
 def alone() -> dict[int, dict[str, Any]]:
     """One process, for micro-batches of 1 and 3."""
-    return {
-        micro: run_ranks(outcome, 1, {}, ("ring",), "none", micro, torch.float64)[0]["ring"] for micro in (1, 3)
-    }
+    return {micro: outcome(0, 1, {}, ("ring",), "none", micro, torch.float64)["ring"] for micro in (1, 3)}
 
 
 @pytest.mark.parametrize("cp, tp, recompute, micro", [
@@ -134,3 +132,132 @@ def assert_equal(result: tuple[Any, ...], expected: tuple[Any, ...], tolerance: 
 def relative(got: Any, expected: Any) -> float:
     got, expected = torch.from_numpy(got).double(), torch.from_numpy(expected).double()
     return float((got - expected).norm() / expected.norm())
+
+
+def narrow(rank: int, world: int, sizes: dict[str, int], recompute: str) -> dict[str, Any]:
+    """In fp32 with dropout: losses, and whether a second run has the same bits."""
+    results = {}
+    for exchange in EXCHANGES:
+        mesh = build_mesh(ParallelConfig(**sizes, cp_exchange=exchange), world)
+        model = build(ModelConfig(**MODELS["dropout"]), mesh=mesh, dtype=torch.float32, recompute=recompute)
+        before = torch.get_rng_state()
+        loss, _, _, gradients = run(model, mesh, "dropout", 3)
+        assert torch.equal(before, torch.get_rng_state()), "a mask was drawn from the process's generator"
+        model.zero_grad()
+        again, _, _, repeated = run(model, mesh, "dropout", 3)
+        same = loss == again and all((gradients[name] == repeated[name]).all() for name in gradients)
+        results[exchange] = (loss, same)
+    return results
+
+
+@pytest.mark.parametrize(("sizes", "recompute"), [({"cp": 2}, "none"), ({"cp": 2, "tp": 2}, "full")])
+def test_masks_are_those_of_one_process(sizes: dict[str, int], recompute: str) -> None:
+    """The same weights and elements fall, so the loss is that of one process up to fp32 rounding; bits repeat."""
+    expected = narrow(0, 1, {}, "none")["ring"][0]
+    without = outcome(0, 1, {}, ("ring",), "none", 3, torch.float32)["ring"]["gpt"][0]
+    for results in run_ranks(narrow, sizes["cp"] * sizes.get("tp", 1), sizes, recompute):
+        for exchange, (loss, same) in results.items():
+            # 90 losses of 4 in another order, each of sums of 100 terms: 100 * 2^-24 = 6e-6; another mask moves 1e-2
+            assert loss == pytest.approx(expected, rel=6e-6), exchange
+            assert loss != pytest.approx(without, rel=1e-3)
+            assert same, f"{exchange}: two runs differ"
+
+
+def second_document(rank: int, world: int) -> bool:
+    """Whether logits of the second document change by a bit when the first does, by any exchange and dtype."""
+    inputs = batch(1)
+    other = inputs["tokens"].clone()
+    other[0, :8] = 63 - other[0, :8]
+    packed = {name: inputs[name] for name in ("segment_ids", "positions")}
+    equal = True
+    for exchange in EXCHANGES:
+        mesh = build_mesh(ParallelConfig(cp=world, cp_exchange=exchange), world)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            model = build(ModelConfig(**MODELS["packed"]), mesh=mesh, dtype=dtype)
+            with torch.no_grad():
+                first, second = (model(tokens, **packed) for tokens in (inputs["tokens"], other))
+            assert not torch.equal(first[0, :8], second[0, :8])
+            equal &= torch.equal(first[0, 8:], second[0, 8:])
+    return equal
+
+
+def test_documents_do_not_see_each_other_over_ranks() -> None:
+    assert run_ranks(second_document, 2) == [True, True]
+
+
+def recorded(rank: int, world: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What happens in forward and in backward of one ring: messages started and received, blocks and their work."""
+    log: list[tuple[str, int]] = []
+
+    class Shift:
+        def __init__(self, *args: Any) -> None:
+            self.tag, self.real = args[2], real_shift(*args)
+            log.append(("start", self.tag))
+
+        def wait(self) -> torch.Tensor:
+            log.append(("received", self.tag))
+            received: torch.Tensor = self.real.wait()
+            return received
+
+    class Kernel:
+        @staticmethod
+        def work(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
+            rows, keys = q.shape[2], k.shape[2]
+            return rows * (rows + 1) // 2 if causal else rows * keys
+
+        def forward(self, q: Any, k: Any, v: Any, sight: Any) -> Any:
+            log.append(("block", self.work(q, k, sight.causal)))
+            return attention_blocks.forward(q, k, v, sight)
+
+        def backward(self, dout: Any, q: Any, k: Any, *args: Any) -> Any:
+            log.append(("block", self.work(q, k, args[-1].causal)))
+            return attention_blocks.backward(dout, q, k, *args)
+
+    real_shift, attention_context.start_shift = attention_context.start_shift, Shift  # type: ignore[assignment, misc]
+    mesh = build_mesh(ParallelConfig(cp=world), world)
+    q, k = torch.randn(1, 1, 8, 1, 4, requires_grad=True), torch.randn(1, 1, 8, 4)
+    out = attention_context.attend(q, k, k, attention_context.Call(mesh, Kernel(), None, None))
+    forward = list(log)
+    log.clear()
+    out.sum().backward()
+    return forward, list(log)
+
+
+def test_messages_are_under_way_while_the_ring_computes() -> None:
+    """Every block but the last is computed between start and receipt of the next keys; work is equal everywhere."""
+    results = run_ranks(recorded, 4)
+    chunk = 4  # 8 tokens a rank
+    for forward, backward in results:
+        blocks = [work for what, work in forward if what == "block"]
+        own = 2 * chunk * (2 * chunk + 1) // 2
+        assert blocks == [own] + 3 * [2 * chunk * chunk]  # two chunk pairs a step, on every rank
+        keys, gradients = 1, 2
+        step = [("start", keys), ("block",), ("received", keys)]
+        assert [(w, n) if w != "block" else (w,) for w, n in forward] == step * 3 + [("block",)]
+        simple = [(w, n) if w != "block" else (w,) for w, n in backward]
+        # the gradient of the keys of a step travels while the next step is computed
+        first = [("start", keys), ("block",), ("start", gradients), ("received", keys)]
+        later = [("start", keys), ("block",), ("received", gradients), ("start", gradients), ("received", keys)]
+        last = [("block",), ("received", gradients), ("start", gradients), ("received", gradients)]
+        assert simple == first + later * 2 + last
+        assert [work for what, work in backward if what == "block"] == blocks
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_ring_steps_cover_the_causal_half_once(cp: int) -> None:
+    seen = torch.zeros(2 * cp, 2 * cp)  # chunk pairs, half a pair on the diagonal
+    for rank in range(cp):
+        for step in range(cp):
+            now = ring_step(cp, rank, step)
+            mine, theirs = chunks_of(cp, rank), chunks_of(cp, now.source)
+            work = 0.0
+            for query in mine[1:] if now.tail else mine:
+                for key in theirs[:1] if now.head else theirs:
+                    if now.causal and key > query:
+                        continue
+                    share = 0.5 if now.causal and key == query else 1.0
+                    seen[query, key] += share
+                    work += share
+            assert work == 2
+    expected = torch.ones(2 * cp, 2 * cp).tril()
+    assert torch.equal(seen, expected - 0.5 * torch.eye(2 * cp))
