@@ -32,6 +32,9 @@ class PrecisionConfig:
     emulation: Annotated[
         Literal["fast", "exact"], Field(description="exact: fp32 accumulation; fast: the dtype's own GEMM")
     ] = "fast"
+    amax_group: Annotated[
+        Literal["all", "tp"], Field(description="delayed scaling: ranks whose amaxes are joined; all = tp x dp x cp")
+    ] = "all"
     first_layers_bf16: Annotated[int, Field(ge=0, description="layers at the start kept in dtype")] = 0
     last_layers_bf16: Annotated[int, Field(ge=0, description="layers at the end kept in dtype")] = 0
     patterns: Annotated[
@@ -40,6 +43,12 @@ class PrecisionConfig:
     ] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        delayed = "delayed" in (self.recipe, *self.patterns.values()) and self.options.get("reduce_amax", True)
+        if self.amax_group != "all" and not delayed:
+            raise ValueError(
+                f"amax_group = {self.amax_group!r}: only delayed scaling with reduce_amax joins amaxes after a "
+                "micro-batch; nearest: 'all', or recipe = 'delayed'"
+            )
         for pattern, recipe in self.patterns.items():
             if recipe not in ("none", *RECIPES):
                 raise ValueError(f'patterns: {pattern!r} = {recipe!r} is not one of "none", {", ".join(RECIPES)}')
@@ -47,6 +56,11 @@ class PrecisionConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"patterns: {pattern!r} is not a regular expression: {error}") from None
+
+    @property
+    def amax_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which delayed scaling's amaxes are joined."""
+        return ("tp",) if self.amax_group == "tp" else ("dp", "cp", "tp")
 
 
 def plan_gemms(precision: PrecisionConfig, names: Sequence[str], num_layers: int) -> tuple[dict[str, str], list[str]]:

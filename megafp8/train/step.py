@@ -115,7 +115,8 @@ class Passes:
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """The scales of this stage's FP8 tensors follow each micro-batch."""
-        update_states(self._stages[stage].fp8_states.values(), self.parts.mesh.group_of(("dp", "cp", "tp")))
+        sharing = self.parts.mesh.group_of(self.parts.config.precision.amax_axes)
+        update_states(self._stages[stage].fp8_states.values(), sharing)
 
     def loss_sum(self) -> torch.Tensor:
         """Of this rank, fp64 on the CPU; zero where the last stage is elsewhere."""

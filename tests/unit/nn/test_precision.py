@@ -60,3 +60,13 @@ def test_fp8_model_is_near_bf16(recipe: str) -> None:
     # E4M3 has 3 mantissa bits: relative error 2^-4 at most, 0.02 on average an operand; a loss of 5.6 moves far less
     assert 0 < abs(losses[0] - losses[1]) < 0.1
     assert 0 < (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 0.25
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"recipe": "current"}, {"recipe": "delayed", "options": {"reduce_amax": False}}]
+)
+def test_an_amax_group_without_amaxes_to_join_is_refused(values: dict) -> None:
+    with pytest.raises(ConfigError, match="amax_group = 'tp': only delayed scaling .* nearest: 'all'"):
+        build_config(PrecisionConfig, values | {"amax_group": "tp"})
+    assert PrecisionConfig(recipe="delayed").amax_axes == ("dp", "cp", "tp")
+    assert PrecisionConfig(recipe="current", patterns={"qkv": "delayed"}, amax_group="tp").amax_axes == ("tp",)
