@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.core.errors import DataError
 from megafp8.nn.embedding import vocabulary
 from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import enter
@@ -89,6 +90,18 @@ def _losses(
     return ((log - target) * counted[:, None]).sum(), peak + log, local
 
 
+def refuse_unknown(targets: Tensor, vocab_size: int) -> None:
+    """Without this, a target outside the vocabulary would have the log-sum-exp alone as its loss, and a gradient."""
+    unknown = (targets >= vocab_size) | ((targets < 0) & (targets != IGNORED))
+    if targets.is_cuda:
+        torch._assert_async(~unknown.any(), "a target is neither a token of the vocabulary nor -100")
+    elif unknown.any():
+        raise DataError(
+            f"target {int(targets[unknown][0])} is neither a token of the vocabulary, 0 to {vocab_size - 1}, nor "
+            f"{IGNORED} (no loss); the data is of another tokenizer, see `megafp8 data verify`"
+        )
+
+
 class Output(nn.Module):
     """The output layer; weight [V, H], V split over tp, its own or (tied) the embedding's."""
 
@@ -126,7 +139,12 @@ class Output(nn.Module):
         """x [S or S/tp, B, H], targets [B, S] -> summed cross entropy; `scale`: what backward will be called with.
 
         Any other gradient of the loss is served too, at the price of one more pass.
+
+        Raises:
+            DataError: a target that is neither a token of the vocabulary nor -100. On a GPU, where a look at the values
+                would wait for it, it is a failed assertion of the device.
         """
+        refuse_unknown(targets, self.vocab_size)
         hidden = enter(x, self.mesh).flatten(0, 1)
         flat = targets.t().reshape(-1)
         scale = 1.0 if scale is None else scale
