@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.parallel.actions import Action, Schedule
+from megafp8.parallel.message_check import check_messages
 from megafp8.parallel.schedule_times import Costs, ScheduleError, Timed, simulate
-from megafp8.parallel.transfers import check_transfers, with_transfers
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def verify(schedule: Schedule, costs: Costs | None = None, *, weight_share: floa
         ScheduleError: an action is missing, done twice, on the wrong rank or too early, or ranks wait for each other.
     """
     check_complete(schedule)
-    check_transfers(with_transfers(schedule), schedule)
     times = simulate(schedule, costs)
+    check_messages(schedule)
     makespan = max(timed[-1].end for timed in times)
     busy = [sum(t.end - t.start for t in timed) for timed in times]
     spans = [timed[-1].end - timed[0].start for timed in times]

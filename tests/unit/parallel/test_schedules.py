@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megafp8.parallel.actions import Action, Schedule, needs
+from megafp8.parallel.message_check import check_messages
 from megafp8.parallel.schedule_check import Report, check_complete, closed_form, verify
 from megafp8.parallel.schedule_times import Costs, ScheduleError, simulate
 from megafp8.parallel.schedules import SCHEDULES, make_schedule
-from megafp8.parallel.transfers import Transfer, check_transfers, with_transfers
 
 # what fills a pipeline of p ranks, so that the closed form holds
 FILLS = {"zb_v": lambda p: 2 * p - 1, "dualpipe_v": lambda p: 2 * p}
@@ -21,7 +21,7 @@ def report(name: str, ranks: int, virtual: int, micro_batches: int, **words: obj
 
 
 def virtuals(name: str) -> tuple[int, ...]:
-    return (2, 3, 4) if name == "interleaved" else (1,)
+    return (2, 3) if name == "interleaved" else (1,)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -29,7 +29,7 @@ def virtuals(name: str) -> tuple[int, ...]:
 def test_every_schedule_is_proven_and_has_the_closed_bubble(name: str, ranks: int) -> None:
     fill = FILLS.get(name, lambda p: p)(ranks)
     for virtual in virtuals(name):
-        for micro_batches in (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 24, 33):
+        for micro_batches in (1, 2, 3, 5, 7, 8, 11, 15, 16, 23):
             found = report(name, ranks, virtual, micro_batches)  # raises if it is not proven
             closed = closed_form(name, ranks, virtual, micro_batches)
             if micro_batches >= fill or name in ("gpipe", "1f1b"):
@@ -102,7 +102,7 @@ def test_placement_and_forward_only() -> None:
     for name in SCHEDULES:
         forward = make_schedule(name, 4, 2, 6).forward_only()
         assert {a.kind for actions in forward.actions for a in actions} == {"F"}
-        check_transfers(with_transfers(forward), forward)
+        check_messages(forward)
 
 
 def test_dualpipe_pairs_have_the_published_bubble() -> None:
@@ -182,46 +182,3 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
     check_complete(late)
     with pytest.raises(ScheduleError, match="rank 0 waits at B0.0 for B1.0; rank 1 waits at F1.1 for F0.1"):
         verify(late)
-
-
-def naive_transfers(schedule: Schedule) -> list[list[Action | Transfer]]:
-    """A receive right before the action that needs it, a send right after the action that made it."""
-    lists: list[list[Action | Transfer]] = []
-    place = schedule.placement
-    for rank, actions in enumerate(schedule.actions):
-        steps: list[Action | Transfer] = []
-        for action in actions:
-            need = needs(action, schedule.num_stages)
-            if need is not None and place[need.stage] != rank:
-                steps.append(Transfer("recv", need, place[need.stage]))
-            steps.append(action)
-            to = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind != "W" and 0 <= to < schedule.num_stages and place[to] != rank:
-                steps.append(Transfer("send", action, place[to]))
-        lists.append(steps)
-    return lists
-
-
-def test_naive_blocking_messages_of_1f1b_deadlock_and_ours_do_not() -> None:
-    # The classic one: both ranks send first, one a hidden state forward, the other a gradient backward.
-    schedule = make_schedule("1f1b", 2, 1, 4)
-    with pytest.raises(ScheduleError, match="deadlock if sends wait for receives: rank 0 at send"):
-        check_transfers(tuple(map(tuple, naive_transfers(schedule))), schedule)
-    check_transfers(with_transfers(schedule), schedule)
-
-
-def test_messages_in_different_orders_or_missing_are_found() -> None:
-    schedule = make_schedule("1f1b", 2, 1, 4)
-    steps = [list(mine) for mine in with_transfers(schedule)]
-    places = [i for i, step in enumerate(steps[1]) if isinstance(step, Transfer) and step.way == "recv"]
-    swapped = [list(mine) for mine in steps]
-    swapped[1][places[0]], swapped[1][places[1]] = swapped[1][places[1]], swapped[1][places[0]]
-    with pytest.raises(ScheduleError, match=r"message 0 from rank 0 to rank 1: F0.0 is sent, F0.1 is received"):
-        check_transfers(tuple(map(tuple, swapped)), schedule)
-    missing = [list(mine) for mine in steps]
-    del missing[1][places[-1]]
-    with pytest.raises(ScheduleError, match="F0.3 is sent, nothing is received"):
-        check_transfers(tuple(map(tuple, missing)), schedule)
-    twice = [[*steps[0], steps[0][0]], steps[1]]
-    with pytest.raises(ScheduleError, match="more than once"):
-        check_transfers(tuple(map(tuple, twice)), schedule)
