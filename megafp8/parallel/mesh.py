@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import combinations
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Mesh:
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
         order: the axes from the fastest on.
         cp_exchange: how attention sees the whole sequence over cp: "ring", "all_gather" or "all_to_all".
+        timeout: after which a group gives a silent rank up; None: torch's default.
     """
 
     sizes: Mapping[str, int]
@@ -43,6 +45,7 @@ class Mesh:
     sequence_parallel: bool = False
     order: str = DEFAULT_ORDER
     cp_exchange: str = "ring"
+    timeout: timedelta | None = None
     _coords: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +92,12 @@ class Mesh:
 
 
 def build_mesh(
-    config: ParallelConfig, world: int, *, kv_heads: int | None = None, tied_embeddings: bool = False
+    config: ParallelConfig,
+    world: int,
+    *,
+    kv_heads: int | None = None,
+    tied_embeddings: bool = False,
+    timeout_seconds: int = 0,
 ) -> Mesh:
     """Make the mesh of `world` processes; collective: every rank calls it with the same arguments.
 
@@ -98,6 +106,8 @@ def build_mesh(
     Args:
         kv_heads: the model's key/value heads; where they are fewer than tp, ranks share them (axes kvtp, kvrep).
         tied_embeddings: the output layer uses the embedding's weight (axis "embedding" over the two stages).
+        timeout_seconds: after which a group gives a silent rank up; 0: torch's default, for groups do not take over
+            that of the world.
 
     Raises:
         ConfigError: the sizes do not fit; all problems, a line each.
@@ -110,8 +120,10 @@ def build_mesh(
         return Mesh(sizes, order=config.order)
     assert dist.is_initialized() and dist.get_world_size() == world, "init_distributed comes first"
     sequence_parallel = config.sequence_parallel and sizes["tp"] > 1
-    groups = _new_groups(sizes, config.order)
-    return Mesh(sizes, dist.get_rank(), world, groups, sequence_parallel, config.order, config.cp_exchange)
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
+    groups = _new_groups(sizes, config.order, timeout)
+    rank, exchange = dist.get_rank(), config.cp_exchange
+    return Mesh(sizes, rank, world, groups, sequence_parallel, config.order, exchange, timeout=timeout)
 
 
 def _key(axes: Iterable[str]) -> tuple[str, ...]:
@@ -137,7 +149,9 @@ def _wanted_axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(_key(axes) for axes in wanted))
 
 
-def _new_groups(sizes: Mapping[str, int], order: str) -> dict[tuple[str, ...], dist.ProcessGroup]:
+def _new_groups(
+    sizes: Mapping[str, int], order: str, timeout: timedelta | None
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
     # Collective: every rank creates every group, its own or not, in one order; axes that give the same ranks share one.
     # Left to their members, groups are named by how many groups a rank is in, and ranks of which one is in more (the
     # pipeline's first stage has weights tied to the last) would wait for each other under different names.
@@ -147,7 +161,7 @@ def _new_groups(sizes: Mapping[str, int], order: str) -> dict[tuple[str, ...], d
     for axes in _wanted_axes(sizes):
         for ranks in map(tuple, peers(sizes, axes, order)):
             if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), group_desc="x".join(axes))
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc="x".join(axes))
             if rank in ranks:
                 groups[axes] = made[ranks]
     return groups

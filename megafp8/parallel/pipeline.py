@@ -129,7 +129,8 @@ class _Links:
             return
         for line in peers(mesh.sizes, ("pp",), mesh.order):
             for pair in edges(placement):
-                group = dist.new_group([line[i] for i in pair], group_desc=f"pp {pair[0]} to {pair[1]}")
+                members, name = [line[i] for i in pair], f"pp {pair[0]} to {pair[1]}"
+                group = dist.new_group(members, timeout=mesh.timeout, group_desc=name)
                 if mesh.rank in line and self._rank in pair:
                     self._directed[pair] = group
 

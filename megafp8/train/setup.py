@@ -112,7 +112,13 @@ def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
 def make_mesh(config: RunConfig, world: int) -> Mesh:
     """The mesh of `world` processes for this model; collective."""
     model = config.model
-    return build_mesh(config.parallel, world, kv_heads=model.num_kv_heads, tied_embeddings=model.tied_embeddings)
+    return build_mesh(
+        config.parallel,
+        world,
+        kv_heads=model.num_kv_heads,
+        tied_embeddings=model.tied_embeddings,
+        timeout_seconds=config.train.timeout_seconds,
+    )
 
 
 def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:

@@ -248,6 +248,23 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert time.monotonic() - begin < 15
 
 
+def silent(rank: int, world: int) -> str:
+    mesh = build_mesh(ParallelConfig(pp=world), world, timeout_seconds=2)
+    pipeline = Pipeline(lambda m: make_schedule("1f1b", world, 1, m), mesh)
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    try:
+        pipeline.run(Scale(world - 1), 2, Wire((2, 3), torch.float32, torch.device("cpu")))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_silent_rank_is_given_up_after_the_time_that_was_set() -> None:
+    assert "2000ms" in run_ranks(silent, 2, timeout=20)[0]
+
+
 def disagreeing(rank: int, world: int) -> str:
     mesh = build_mesh(ParallelConfig(pp=world), world)
     pipeline = Pipeline(lambda m: make_schedule("1f1b", world, 1, m), mesh)
