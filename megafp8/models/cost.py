@@ -162,12 +162,13 @@ def activation_bytes(
     stream = tp if sequence_parallel else 1  # residual stream and norms
     if recompute == "full":
         return tokens * 2 * hidden * size // stream
-    inner = config.qkv_size + config.q_size + config.num_mlp_inputs * ffn
+    kv_size = max(config.num_kv_heads, tp) * config.head_dim  # ranks that share a kv head hold its k and v each
+    inner = 2 * config.q_size + 2 * kv_size + config.num_mlp_inputs * ffn
     kept = 2 * hidden / stream + inner / tp
     if recompute == "none":
-        kept += 2 * hidden + ffn / tp  # the linears' inputs are whole sequences, gathered
+        kept += 2 * hidden / stream + ffn / tp  # the linears' inputs: of a gathered one the shard is kept
     if config.qk_norm:
-        kept += (config.q_size + config.num_kv_heads * config.head_dim) / tp
+        kept += (config.q_size + kv_size) / tp
     return int(tokens * kept * size)
 
 

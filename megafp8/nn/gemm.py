@@ -147,7 +147,7 @@ class _Linear(torch.autograd.Function):
         dx: Pending[Any] = done(None)
         if wants_dx:
             matrix = picked(saved[0].flatten(0, -2), split.rows) if state is None else ctx.matrix
-            dx = _start_sum(dgrad(operand, matrix, state, dtype), split).then(lambda total: total.view(shape))
+            dx = start_sum(dgrad(operand, matrix, state, dtype), split).then(lambda total: total.view(shape))
         dw = weight_grad.compute_or_defer(store) if weight_grad is not None else None
         db = _bias_grad(grad, ctx.bias, split) if wants_db else None
         return dx.wait(), dw, db, None, None, None, None
@@ -241,7 +241,7 @@ def start_gather(operand: Any, group: Group) -> Pending[Any]:
     return start_all_gather(operand, group)
 
 
-def _start_sum(dx: Tensor, split: Split) -> Pending[Tensor]:
+def start_sum(dx: Tensor, split: Split) -> Pending[Tensor]:
     """Start summing a column's input gradient over tp; a row's is whole already."""
     if split.side == "row" or split.group is None:
         return done(dx)
@@ -259,8 +259,7 @@ def wgrad(grad: Any, x: Any, state: LinearState | None, dtype: torch.dtype) -> T
 
 
 def _bias_grad(grad: Tensor, bias: Tensor, split: Split) -> Tensor:
-    wide = torch.promote_types(bias.dtype, torch.float32)
-    return _put_back(grad.sum(0, dtype=wide).to(bias.dtype), bias.shape, split.rows)
+    return _put_back(grad.sum(0).to(bias.dtype), bias.shape, split.rows)  # torch sums 16 bits in fp32, rounds once
 
 
 def _put_back(grad: Tensor, shape: torch.Size, rows: Sequence[slice] | None) -> Tensor:

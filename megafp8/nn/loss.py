@@ -15,10 +15,11 @@ from torch import nn
 
 from megafp8.core.errors import DataError
 from megafp8.nn.embedding import vocabulary
+from megafp8.nn.gemm import Split, start_sum
 from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import enter
 from megafp8.nn.parameter import Init, declare
-from megafp8.parallel.collectives import all_gather, all_reduce_
+from megafp8.parallel.collectives import Pending, all_gather, all_reduce_
 from megafp8.parallel.context import join_sequence
 from megafp8.parallel.mesh import Mesh
 
@@ -28,7 +29,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # 32 MB and 256 MB of bf16 l
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """hidden [N, H], weight [V/tp, H], targets [N] -> summed loss (fp32; fp64 for fp64) over targets not ignored."""
+    """hidden [N or N/tp, H], weight [V/tp, H], targets [N] -> summed loss (fp32; fp64 for fp64) of those not ignored.
+
+    Over tp the gradient of hidden is summed (and scattered) while that of the weight is computed.
+    """
 
     @staticmethod
     def forward(
@@ -37,6 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         first_id: int,
+        chunk: int,
         scale: float,
         differentiable: bool,
         mesh: Mesh,
@@ -44,11 +49,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs = differentiable and any(ctx.needs_input_grad[:2])
         work = torch.promote_types(hidden.dtype, torch.float32)
-        chunk = max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // weight.shape[0])
+        split = Split.of(mesh, "column")
+        if split.gathers_input:
+            hidden = all_gather(hidden, split.group)
         several = hidden.shape[0] > chunk
         loss = torch.zeros((), dtype=work, device=hidden.device)
         dhidden = torch.empty_like(hidden) if needs else None
         dweight: Tensor | None = None
+        summed: Pending[Tensor] | None = None
         for start in range(0, hidden.shape[0], chunk):
             rows, ids = hidden[start : start + chunk], targets[start : start + chunk]
             logits = rows @ weight.t()
@@ -59,13 +67,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factor = (ids != IGNORED).to(work)[:, None] * scale
             kernels.softmax_gradient_(logits, log_sum, local, factor)
             torch.mm(logits, weight, out=dhidden[start : start + len(rows)])
+            if start + chunk >= hidden.shape[0]:
+                summed = start_sum(dhidden, split)
             piece = logits.t() @ rows
             if dweight is None:  # chunks are summed in fp32, however narrow each GEMM's output is
                 dweight = wide(piece) if several else piece
             else:
                 dweight += piece
-        if dhidden is not None and dweight is not None:
-            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        if summed is not None and dweight is not None:
+            ctx.save_for_backward(summed.wait(), dweight.to(weight.dtype))
         ctx.scale = scale
         return loss
 
@@ -75,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ratio = grads[0] / torch.tensor(ctx.scale, dtype=grads[0].dtype)
         if ratio.device.type != "cpu" or float(ratio) != 1.0:  # on a GPU a look at the value would wait for it
             dhidden, dweight = dhidden * ratio.to(dhidden.dtype), dweight * ratio.to(dweight.dtype)
-        return dhidden, dweight, None, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None, None
 
 
 def _losses(
@@ -145,11 +155,13 @@ class Output(nn.Module):
                 would wait for it, it is a failed assertion of the device.
         """
         refuse_unknown(targets, self.vocab_size)
-        hidden = enter(x, self.mesh).flatten(0, 1)
+        hidden = x.flatten(0, 1)
         flat = targets.t().reshape(-1)
         scale = 1.0 if scale is None else scale
+        widest = -(-self.vocab_size // self.mesh.size("tp"))  # all ranks take the same chunks, whatever they hold
+        chunk = max(1, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // widest)
         loss: Tensor = _LinearCrossEntropy.apply(
-            hidden, self._matrix(), flat, self.first_id, scale, torch.is_grad_enabled(), self.mesh, self.kernels
+            hidden, self._matrix(), flat, self.first_id, chunk, scale, torch.is_grad_enabled(), self.mesh, self.kernels
         )
         return loss
 
