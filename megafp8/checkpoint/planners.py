@@ -33,11 +33,12 @@ _SHOWN = 8  # differences listed one by one
 
 
 class Shard:
-    """This rank's box of a global tensor."""
+    """This rank's box of a global tensor; it may be empty, and is then neither written nor read."""
 
     def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
         self.local, self.shape = local.detach(), torch.Size(shape)
         self.chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(local.shape))
+        self.is_void = local.numel() == 0 and self.shape.numel() > 0  # a part of no rows, not a tensor of no elements
 
     @staticmethod
     def of(local: torch.Tensor, layout: Layout, mesh: AxisSizes) -> Shard:
@@ -51,12 +52,14 @@ class Shard:
         return self.shape
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if self.is_void:
+            return []
         properties = TensorProperties(dtype=self.local.dtype)
         data = TensorWriteData(self.chunk, properties, self.shape)
         return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.chunk]
+        return [] if self.is_void else [self.chunk]
 
 
 def shards(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], mesh: AxisSizes) -> dict[str, Shard]:
@@ -96,34 +99,34 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads.
-
-        Raises:
-            MismatchError: shapes or dtypes differ.
-        """
+        """Plan this rank's reads; what differs is left to `create_global_plan`, which hears of all ranks'."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
-        _refuse(
+        problems = [
             problem
             for name, shard in self.state_dict.items()
             if isinstance(entry := stored.get(name), TensorStorageMetadata)
             for problem in _differences(name, shard, entry)
-        )
-        plan = super().create_local_plan()
-        plan.planner_data = frozenset(self.state_dict)
+        ]
+        plan = LoadPlan([]) if problems else super().create_local_plan()
+        plan.planner_data = (frozenset(self.state_dict), problems)
         return plan
 
     def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Compare what all ranks ask for with what there is; on the coordinator.
 
+        Ranks may ask for different tensors (stages of a pipeline do): a name is missing if no rank has it.
+
         Raises:
-            MismatchError: names differ, and `strict`.
+            MismatchError: shapes or dtypes differ, or names do and `strict`; each difference once.
         """
         assert self.metadata is not None
-        stored, asked = set(self.metadata.state_dict_metadata), frozenset().union(*(p.planner_data for p in plans))
+        stored, asked = set(self.metadata.state_dict_metadata), frozenset().union(*(p.planner_data[0] for p in plans))
+        problems = sorted({problem for plan in plans for problem in plan.planner_data[1]})
         if self.strict:
-            missing = [f"{name} is not in the checkpoint" for name in sorted(asked - stored)]
-            _refuse(missing + [f"{name} is in the checkpoint only" for name in sorted(stored - asked)])
+            problems += [f"{name} is not in the checkpoint" for name in sorted(asked - stored)]
+            problems += [f"{name} is in the checkpoint only" for name in sorted(stored - asked)]
+        _refuse(problems)
         return plans
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -138,8 +141,7 @@ def _differences(name: str, shard: Shard, entry: TensorStorageMetadata) -> Itera
         yield f"{name} is {shard.local.dtype} here, {entry.properties.dtype} there".replace("torch.", "")
 
 
-def _refuse(problems: Iterable[str]) -> None:
-    problems = list(problems)
+def _refuse(problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise MismatchError(
