@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megafp8.parallel.actions import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig
 from megafp8.parallel.schedule_check import Report, closed_form, peak_live, verify
-from megafp8.parallel.schedule_times import Costs
+from megafp8.parallel.schedule_times import Costs, simulate
 from megafp8.parallel.schedules import SCHEDULES, make_schedule
 from megafp8.parallel.stages import num_stages, schedule_problems, spans_of
 
@@ -87,29 +87,46 @@ def plan_step(
     """
     schedule = make_schedule(config.schedule, config.pp, config.virtual_stages, micro_batches)
     spans = spans_of(config, num_layers)
-    sizes = [float(end - start) for start, end in spans]
-    counted = list(sizes)
-    even_split = not config.layers_per_stage
-    counted[0] += even_split and config.count_embedding_as_layer
-    counted[-1] += even_split and config.count_loss_as_layer if loss_layers is None else loss_layers
-    # the layers alone make the unit: what is counted beside them takes its time on top
-    scale = tuple(count * config.pp / (sum(counted) if loss_layers is None else num_layers) for count in counted)
+    scale = _stage_scale(config, num_layers, loss_layers)
     costs = replace(costs, stage_scale=scale)
-    shares = [size * config.pp / num_layers for size in sizes]
-    even = len(set(counted)) == 1 and not costs.latency
-    filled = micro_batches >= _fill(config) or config.schedule in ("gpipe", "1f1b")
-    closed = None
-    if even and filled:
-        virtual = num_stages(config) // config.pp
-        closed = closed_form(config.schedule, config.pp, virtual, micro_batches, costs)
+    shares = [(end - start) * config.pp / num_layers for start, end in spans]
     return StepPlan(
         schedule=schedule,
         report=verify(schedule, costs, weight_share=weight_share),
         costs=costs,
         layers=tuple(spans),
         peaks=tuple(peak_live(a, weight_share=weight_share, sizes=shares) for a in schedule.actions),
-        closed=closed,
+        closed=_closed(config, micro_batches, costs),
     )
+
+
+def bubble_of(config: ParallelConfig, num_layers: int, micro_batches: int) -> float:
+    """Idle over busy time if F, I and W take the same: the closed form where it holds, else timed."""
+    costs = Costs(stage_scale=_stage_scale(config, num_layers, None))
+    closed = _closed(config, micro_batches, costs)
+    if closed is not None:
+        return closed
+    times = simulate(make_schedule(config.schedule, config.pp, config.virtual_stages, micro_batches), costs)
+    busy = sum(timed.end - timed.start for actions in times for timed in actions)
+    return len(times) * max(actions[-1].end for actions in times) / busy - 1.0
+
+
+def _stage_scale(config: ParallelConfig, num_layers: int, loss_layers: float | None) -> tuple[float, ...]:
+    """Time of each stage in p-th parts of the layers; what is counted or said beside the layers comes on top."""
+    counted = [float(end - start) for start, end in spans_of(config, num_layers)]
+    even_split = not config.layers_per_stage
+    counted[0] += even_split and config.count_embedding_as_layer
+    counted[-1] += even_split and config.count_loss_as_layer if loss_layers is None else loss_layers
+    whole = sum(counted) if loss_layers is None else num_layers
+    return tuple(count * config.pp / whole for count in counted)
+
+
+def _closed(config: ParallelConfig, micro_batches: int, costs: Costs) -> float | None:
+    """The closed form of the bubble, None where it does not hold."""
+    even = len(set(costs.stage_scale)) == 1 and not costs.latency
+    filled = micro_batches >= _fill(config) or config.schedule in ("gpipe", "1f1b")
+    virtual = num_stages(config) // config.pp
+    return closed_form(config.schedule, config.pp, virtual, micro_batches, costs) if even and filled else None
 
 
 def _fill(config: ParallelConfig) -> int:

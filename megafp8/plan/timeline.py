@@ -8,10 +8,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from megafp8.plan.step_plan import StepPlan
@@ -70,7 +70,7 @@ def draw(plans: Sequence[StepPlan], picture: str) -> bytes:
             _draw_plan(axes, plan, end, width - LEFT - RIGHT, last=index == len(plans) - 1)
         _legend(figure, plans, total)
         out = io.BytesIO()
-        metadata = {"Date": None} if picture == "svg" else {}
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if picture == "svg" else {}
         figure.savefig(out, format=picture, facecolor="white", metadata=metadata)
         return out.getvalue()
 
@@ -93,15 +93,13 @@ def title(plan: StepPlan) -> str:
 
 def _draw_plan(axes: Axes, plan: StepPlan, end: float, width: float, *, last: bool) -> None:
     ranks = range(plan.schedule.num_ranks)
-    axes.add_collection(PolyCollection([_box(0.0, plan.report.makespan, r) for r in ranks], facecolors=IDLE))
-    boxes: list[list[tuple[float, float]]] = []
-    colours: list[tuple[float, float, float]] = []
+    _fill(axes, [_box(0.0, plan.report.makespan, rank) for rank in ranks], to_rgb(IDLE))
+    boxes: dict[tuple[float, float, float], list[Path]] = {}
     for rank in ranks:
         stages = plan.schedule.stages_of(rank)
         for action, start, stop in plan.report.times[rank]:
             colour = _shade(action.kind, stages.index(action.stage), len(stages))
-            boxes.append(_box(start, stop, rank))
-            colours.append(colour)
+            boxes.setdefault(colour, []).append(_box(start, stop, rank))
             number = str(action.micro_batch)
             size = min(7.0, (stop - start) / end * width / (len(number) + 0.3) / DIGIT)
             if size >= 4.0:
@@ -110,7 +108,8 @@ def _draw_plan(axes: Axes, plan: StepPlan, end: float, width: float, *, last: bo
                           color="white" if dark else INK)  # fmt: skip
         words = f"  idle {plan.idle(rank):.0%}, peak {plan.peaks[rank]:.3g}"
         axes.text(plan.report.makespan, rank, words, va="center_baseline", fontsize=7.5, color=MUTED)
-    axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.4))
+    for colour, paths in boxes.items():
+        _fill(axes, paths, colour)
     axes.set_xlim(0, end)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks], fontsize=8)
@@ -123,9 +122,15 @@ def _draw_plan(axes: Axes, plan: StepPlan, end: float, width: float, *, last: bo
         axes.tick_params(axis="x", labelbottom=False)
 
 
-def _box(start: float, stop: float, rank: int) -> list[tuple[float, float]]:
+def _box(start: float, stop: float, rank: int) -> Path:
     low, high = rank - 0.44, rank + 0.44
-    return [(start, low), (stop, low), (stop, high), (start, high)]
+    return Path([(start, low), (stop, low), (stop, high), (start, high), (start, low)], closed=True)
+
+
+def _fill(axes: Axes, boxes: Sequence[Path], colour: tuple[float, float, float]) -> None:
+    """All boxes of a colour are one path: a file of thousands of them stays small."""
+    path = Path.make_compound_path(*boxes)
+    axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.4))
 
 
 def _shade(kind: str, index: int, stages: int) -> tuple[float, float, float]:

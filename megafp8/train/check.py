@@ -11,6 +11,8 @@ from megafp8.models.config import gemm_shapes
 from megafp8.models.cost import checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
 from megafp8.nn.precision import plan_gemms
 from megafp8.parallel.mesh_config import axis_sizes, check_mesh
+from megafp8.parallel.stages import schedule_problems
+from megafp8.plan.step_plan import NAMES, bubble_of
 from megafp8.train.config import RunConfig, batches_of, check_run
 
 
@@ -72,10 +74,16 @@ def _mesh_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
     counts = [str(batch // unit) for batch in batches_of(config).sizes()]
     micro = counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     shown = " ".join(f"{axis}={sizes[axis]}" for axis in ("pp", "dp", "cp", "tp", "ep"))
-    return [
+    rows = [
         ("ranks", f"{world}: {shown}"),
         ("micro-batches a step", f"{micro} of {config.train.micro_batch} on each dp rank"),
     ]
+    layers, last = config.model.num_layers, int(counts[-1])
+    if sizes["pp"] > 1 and last and not schedule_problems(config.parallel, layers):
+        bubble = bubble_of(config.parallel, layers, last)
+        name = NAMES[config.parallel.schedule]
+        rows.append(("pipeline", f"{name}, bubble {bubble:.1%} of the busy time"))
+    return rows
 
 
 def _memory_rows(config: RunConfig) -> list[tuple[str, str]]:

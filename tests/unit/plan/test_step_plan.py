@@ -10,7 +10,7 @@ import pytest
 from megafp8.parallel.mesh_config import ParallelConfig
 from megafp8.parallel.schedule_times import Costs
 from megafp8.parallel.schedules import SCHEDULES
-from megafp8.plan.step_plan import FORMULAS, NAMES, StepPlan, alternatives, plan_step
+from megafp8.plan.step_plan import FORMULAS, NAMES, StepPlan, alternatives, bubble_of, plan_step
 from megafp8.plan.timeline import draw, title
 
 
@@ -90,3 +90,14 @@ def test_pictures_of_all_schedules() -> None:
     assert draw(plans, "png")[:8] == b"\x89PNG\r\n\x1a\n"
     assert len({title(p) for p in plans}) == len(plans)
     assert title(plans[0]) == "GPipe: bubble 25.0%, closed form (p−1)/m = 25.0%; 2 ranks, 4 micro-batches"
+
+
+def test_bubble_without_a_plan_is_that_of_the_plan() -> None:
+    for schedule in SCHEDULES:
+        for micro_batches in (1, 3, 16):
+            virtual = 2 if schedule == "interleaved" else 1
+            config = ParallelConfig(pp=4, schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
+            found = plan_step(config, 16, micro_batches, Costs())
+            assert bubble_of(config, 16, micro_batches) == pytest.approx(found.bubble)
+    uneven = ParallelConfig(pp=4, layers_per_stage=(2, 6, 4, 4))
+    assert bubble_of(uneven, 16, 8) == pytest.approx(plan_step(uneven, 16, 8, Costs()).bubble)
