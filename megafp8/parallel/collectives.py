@@ -98,6 +98,15 @@ def done(value: T) -> Pending[T]:
     return Pending((), lambda: value)
 
 
+def merge_dicts(mine: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The ranks' small dicts as one, in rank order; for what is logged, not for what is computed with."""
+    if group is None:
+        return mine
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return {key: value for part in found for key, value in part.items()}
+
+
 def all_gather(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' equally shaped tensors along `dim`, in rank order; any dtype."""
     return start_all_gather(tensor, group, dim).wait()

@@ -19,7 +19,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
 from megafp8.models.cost import flops_per_token
 from megafp8.nn.balance import load_fields, read_load
-from megafp8.parallel.collectives import all_reduce_
+from megafp8.parallel.collectives import all_reduce_, merge_dicts
 from megafp8.parallel.launch import shutdown
 from megafp8.train import folder, metrics
 from megafp8.train.config import RunConfig, batches_of, schedule_of
@@ -147,8 +147,10 @@ class Run:
             self._write_load()
         tokens = result.num_sequences * config.data.sequence_length
         bar.advance(loss=result.loss, tokens_per_second=tokens / seconds, eta_seconds=self._eta())
-        if wants_stats and parts.fp8_states:
-            self.writer.write("fp8", self.step, stats=stats.read(parts.fp8_states.values()))
+        if wants_stats:  # each pipeline rank has those of its layers
+            found = merge_dicts(stats.read(parts.fp8_states.values()), parts.mesh.group("pp"))
+            if found:
+                self.writer.write("fp8", self.step, stats=found)
         self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm)
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):

@@ -82,6 +82,21 @@ def test_a_pipelines_checkpoint_serves_one_process(data, tmp_path):
 
 
 @pytest.mark.slow
+def test_fp8_in_a_pipeline_is_logged_and_resumed(data, tmp_path):
+    config = write_config(tmp_path, data)
+    words = {"model__num_layers": 4, "precision__recipe": "delayed", "log__fp8_interval": 4}
+    megafp8("pretrain", config, "--nproc", "2", *overrides(**words, **V, train__steps=4))
+    run = tmp_path / "run"
+    found = records(run, "fp8")[-1]["stats"]  # layers 1 and 2 are on rank 1
+    assert {name.split(".")[1] for name in found} == {"0", "1", "2", "3"}
+    states = load_tensors(latest(run / "checkpoints"), "fp8.")
+    assert len({name.split(".")[2] for name in states}) == 4
+    assert all(bool((t > 0).any()) for name, t in states.items() if name.endswith("amax_history"))
+    megafp8("pretrain", config, *overrides(**words, train__steps=8))
+    assert len(losses(run)) == 8 and losses(run)[-1] < losses(run)[0]
+
+
+@pytest.mark.slow
 def test_a_killed_stage_ends_the_run_soon(data, tmp_path):
     import psutil
 
