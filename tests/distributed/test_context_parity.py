@@ -31,7 +31,7 @@ LATENT: Values = {
 }  # fmt: skip
 MODELS: dict[str, Values] = {
     "packed": {"family": "llama", **SMALL},
-    "whole": {"family": "llama", "tied_embeddings": True, **SMALL, "num_kv_heads": 2},
+    "whole": {"family": "llama", "tied_embeddings": True, **SMALL, "num_kv_heads": 1},
     "qwen3": {"family": "qwen3", "head_dim": 8, **SMALL},
     "latent": {"family": "llama", **SMALL, "num_kv_heads": 8, "mla": LATENT},
     "gpt": {"family": "gpt", **SMALL, "num_kv_heads": 8},
@@ -79,9 +79,15 @@ def outcome(
     results: dict[str, dict[str, Any]] = {}
     for exchange in exchanges:
         results[exchange] = {}
-        mesh = build_mesh(ParallelConfig(**sizes, cp_exchange=exchange), world)
+        meshes: dict[int, Mesh] = {}
         for name, values in MODELS.items():
-            model = build(ModelConfig(**values), mesh=mesh, dtype=dtype, recompute=recompute)
+            config = ModelConfig(**values)
+            shared = min(config.num_kv_heads, sizes.get("tp", 1))
+            if shared not in meshes:
+                parallel = ParallelConfig(**sizes, cp_exchange=exchange)
+                meshes[shared] = build_mesh(parallel, world, kv_heads=config.num_kv_heads)
+            mesh = meshes[shared]
+            model = build(config, mesh=mesh, dtype=dtype, recompute=recompute)
             disturb(model, mesh)
             results[exchange][name] = run(model, mesh, name, micro)
     return results
