@@ -70,7 +70,7 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 class _Ring(torch.autograd.Function):
-    """q [B, g, L, r, d] (scaled), k [B, g, L, d], v [B, g, L, e] -> out [B, g, L, r, e] in q's dtype.
+    """q [B, g, L, r, d] (scaled), k [B, g, L, d], v [B, g, L, e] -> out [L, B, g * r * e] in q's dtype.
 
     cp steps; while one is computed, the keys and values of the next are under way. In backward the gradients of keys
     and values follow them around, a step behind, in fp32, and are home after the last.
@@ -90,14 +90,15 @@ class _Ring(torch.autograd.Function):
                 merge_(out[:, :, mine], lse[:, :, mine], part, part_lse)
             if shift is not None:
                 message = shift.wait()
-        result = out.to(q.dtype)
+        result = _rows(out, q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, result, lse)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, rows, lse = ctx.saved_tensors
+        out, dout = _grouped(rows, q), _grouped(grads[0], q)
         ring = _Steps(ctx.call, k, v)
         message = _packed(k, v)
         dq = torch.zeros_like(q, dtype=wide(q[:0]).dtype)
@@ -105,7 +106,7 @@ class _Ring(torch.autograd.Function):
         for step in range(ring.cp):
             shift = start_shift(message, ring.group, _KEYS) if step < ring.cp - 1 else None
             mine, theirs, sight = ring.parts(step)
-            given = (grads[0][:, :, mine], q[:, :, mine], *ring.cut(message, theirs), out[:, :, mine], lse[:, :, mine])
+            given = dout[:, :, mine], q[:, :, mine], *ring.cut(message, theirs), out[:, :, mine], lse[:, :, mine]
             part, dk, dv = ctx.call.kernel.backward(*given, sight)
             dq[:, :, mine] += part
             summed = home.wait() if home is not None else torch.zeros_like(message, dtype=dq.dtype)
@@ -146,6 +147,17 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
+def _rows(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, g, L, r, e] -> [L, B, g * r * e], as the output linear takes it: both keep this one tensor for backward."""
+    return out.permute(2, 0, 1, 3, 4).to(dtype).flatten(2)
+
+
+def _grouped(rows: Tensor, q: Tensor) -> Tensor:
+    """The inverse of `_rows`, a view; q [B, g, L, r, d]."""
+    b, g, length, r, _ = q.shape
+    return rows.reshape(length, b, g, r, -1).permute(1, 2, 0, 3, 4)
+
+
 class _Gathered(torch.autograd.Function):
     """As `_Ring`, with the keys and values of all ranks gathered first; at cp = 1 nothing travels.
 
@@ -160,20 +172,21 @@ class _Gathered(torch.autograd.Function):
             out, lse = call.kernel.forward(q[:, :, mine], whole_k[:, :, :stop], whole_v[:, :, :stop], sight)
             outs.append(out.to(q.dtype))
             sums.append(lse)
-        result = torch.cat(outs, 2)
+        result = _rows(torch.cat(outs, 2), q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, result, torch.cat(sums, 2))
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, rows, lse = ctx.saved_tensors
+        out, dout = _grouped(rows, q), _grouped(grads[0], q)
         mesh, work = ctx.call.mesh, wide(q[:0]).dtype
         whole_k, whole_v = _gathered(k, v, mesh)
         dq, dk, dv = [], torch.zeros_like(whole_k, dtype=work), torch.zeros_like(whole_v, dtype=work)
         for mine, stop, sight in _chunks(ctx.call, q, whole_k):
             keys = whole_k[:, :, :stop], whole_v[:, :, :stop]
-            given = grads[0][:, :, mine], q[:, :, mine], *keys, out[:, :, mine], lse[:, :, mine]
+            given = dout[:, :, mine], q[:, :, mine], *keys, out[:, :, mine], lse[:, :, mine]
             part, *pieces = ctx.call.kernel.backward(*given, sight)
             dq.append(part.to(q.dtype))
             for whole, piece in zip((dk, dv), pieces, strict=True):
@@ -215,7 +228,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q: [B, g, S/cp, r, d], scaled; k: [B, g, S/cp, d]; v: [B, g, S/cp, e].
 
     Returns:
-        [B, g, S/cp, r, e] in q's dtype.
+        [S/cp, B, g * r * e] in q's dtype.
     """
     ring = call.mesh.size("cp") > 1 and call.mesh.cp_exchange == "ring"
     out: Tensor = (_Ring if ring else _Gathered).apply(q, k, v, call)

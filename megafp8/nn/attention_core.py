@@ -70,14 +70,14 @@ class AttentionCore:
         if self.rate == 0 or context.dropout is None:
             return None
         g, r = q.shape[1], q.shape[3]
-        tp, cp_share = self.mesh.size("tp"), self.mesh.coord("tp") * shares + share
+        tp, before = self.mesh.size("tp"), self.mesh.coord("tp") * shares + share
         return weight_dropout(
             context.dropout,
             self.rate,
             f"{self.name}.weights",
             groups=g,
             r=r,
-            first=cp_share * g * r,
+            first=before * g * r,
             num_heads=g * r * tp * shares,
             places=torch.arange(length, device=q.device),
         )
@@ -97,8 +97,7 @@ class AttentionCore:
         q: Tensor, k: Tensor, v: Tensor, context: Context, dropout: WeightDropout | None, mesh: Mesh
     ) -> Tensor:
         kernel = attention_flash if attention_flash.serves(q, v, dropout is not None) else attention_blocks
-        out = attend(q, k, v, Call(mesh, cast(BlockKernel, kernel), context.segment_ids, dropout))
-        return out.permute(2, 0, 1, 3, 4).flatten(2)
+        return attend(q, k, v, Call(mesh, cast(BlockKernel, kernel), context.segment_ids, dropout))
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Whole sequences of a share of the heads. kv heads that cp does not divide are repeated until it does."""
