@@ -126,13 +126,15 @@ def test_dropout_drops(alone: dict[str, Any]) -> None:
     assert alone["gpt_dropout"][0] != alone["gpt"][0]
 
 
-def fp8_losses(rank: int, world: int, share: bool) -> list[float]:
-    """Losses of three FP8 forward and backward passes, scales updated between them."""
+def fp8_losses(
+    rank: int, world: int, sequence_parallel: bool, kv_heads: int, share: bool
+) -> tuple[list[float], list[float]]:
+    """Losses of three FP8 forward and backward passes, scales updated between them, and the last scales."""
     torch.set_num_threads(1)
-    mesh = build_mesh(ParallelConfig(tp=world), world)
-    config = ModelConfig(**(MODELS["llama"] | {"ffn_hidden_size": 64, "hidden_size": 64}))
+    mesh = build_mesh(ParallelConfig(tp=world, sequence_parallel=sequence_parallel), world, kv_heads=kv_heads)
+    sizes = {"ffn_hidden_size": 64, "hidden_size": 64, "head_dim": 16, "num_kv_heads": kv_heads}
     precision = PrecisionConfig(recipe="delayed", emulation="exact")
-    model = build(config, mesh=mesh, precision=precision, dtype=torch.float32)
+    model = build(ModelConfig(**(MODELS["llama"] | sizes)), mesh=mesh, precision=precision, dtype=torch.float32)
     tokens, targets = batch()
     losses = []
     for _ in range(3):
@@ -142,17 +144,22 @@ def fp8_losses(rank: int, world: int, share: bool) -> list[float]:
         losses.append(float(loss.detach() / count))
         for state in model.fp8_states.values():
             state.drop_weight_cache()
-    return losses
+    return losses, [float(role.tensors["scale"]) for s in model.fp8_states.values() for role in s.roles.values()]
 
 
-def test_fp8_scales_are_shared() -> None:
-    """Quantization is elementwise and amaxes are shared, so FP8 on two ranks is FP8 on one.
+@pytest.mark.parametrize("tp, sequence_parallel, kv_heads", [(2, True, 4), (2, False, 4), (4, True, 1)])
+def test_fp8_scales_are_shared(tp: int, sequence_parallel: bool, kv_heads: int) -> None:
+    """Quantization is elementwise and amaxes are shared, so FP8 on several ranks is FP8 on one.
 
     In fp32 the ranks' partial sums differ by 2^-24; that moves an activation over a rounding boundary of E4M3 (2^-4
     apart) once in 10^6 elements, of which there are 10^5 here. One such flip moves one of 10^3 inputs of a loss of
     6.7 by 6 %: 1e-3 leaves room for it. Scales that are not shared move all of them.
     """
-    alone, split = run_ranks(fp8_losses, 1, True)[0], run_ranks(fp8_losses, 2, True)
-    assert split[0] == split[1]
-    assert split[0] == pytest.approx(alone, abs=1e-3)
-    assert run_ranks(fp8_losses, 2, False)[0] != pytest.approx(alone, abs=1e-3)
+    ((alone, _),) = run_ranks(fp8_losses, 1, False, kv_heads, True)
+    split = run_ranks(fp8_losses, tp, sequence_parallel, kv_heads, True)
+    assert all(result == split[0] for result in split)  # losses and scales, to the bit
+    assert split[0][0] == pytest.approx(alone, abs=1e-3)
+    if tp == 2:
+        apart = run_ranks(fp8_losses, tp, sequence_parallel, kv_heads, False)
+        assert apart[0][0] != pytest.approx(alone, abs=1e-3)
+        assert apart[0][1] != apart[1][1]
