@@ -42,10 +42,11 @@ class RoleState:
 
 @dataclass(frozen=True)
 class _CachedWeight:
-    quantized: QuantizedTensor
+    quantized: QuantizedTensor | None
     amax: torch.Tensor
     key: tuple[Any, ...]
     recorded: bool
+    scale: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -54,6 +55,8 @@ class LinearState:
 
     Attributes:
         name: the module's name, for statistics and checkpoints.
+        keeps_weight: the quantized weight is kept for the step. Else, as where a weight's memory is given away between
+            its passes (full sharding), it is made again for each use, until the cache is dropped with the same scale.
         observer: called with (role, x, quantized, amax) at every quantization while statistics are armed.
     """
 
@@ -64,6 +67,7 @@ class LinearState:
     observer: Observer | None = None
     roles: dict[str, RoleState] = field(init=False)
     _cached: _CachedWeight | None = field(init=False, default=None)
+    keeps_weight: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         self.roles = {r: RoleState(self.recipe.spec(r), self.recipe.new_state(self.device)) for r in ROLES}
@@ -111,19 +115,30 @@ class LinearState:
         `rows`: only these of it, one after the other. Its amax counts once for each quantization, in the first pass
         that records (an evaluation before it may have done the quantization: it must leave no trace).
         """
-        key = (weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version)
-        cached = self._cached
+        key: tuple[Any, ...] = ()
+        if self.keeps_weight:
+            key = (weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version)
+        cached, role = self._cached, self.roles["weight"]
         if cached is None or cached.key != key:
-            role = self.roles["weight"]
-            quantized, amax = self.backend.quantize(picked(weight.detach(), rows), role.spec, role.scale)
-            cached = _CachedWeight(quantized, amax, key, recorded=False)
+            scale = role.scale if self.keeps_weight or role.scale is None else role.scale.clone()
+            cached = self._quantized_now(weight, rows, key, scale)
+        elif cached.quantized is None:
+            cached = replace(self._quantized_now(weight, rows, key, cached.scale), recorded=cached.recorded)
+        assert cached.quantized is not None
         if record and not cached.recorded:
             self.roles["weight"].record(cached.amax)
             cached = replace(cached, recorded=True)
         if self.observer is not None:
             self.observer("weight", picked(weight, rows), cached.quantized, cached.amax)
-        self._cached = cached
+        self._cached = cached if self.keeps_weight else replace(cached, quantized=None)
         return cached.quantized
+
+    def _quantized_now(
+        self, weight: torch.Tensor, rows: Sequence[slice] | None, key: tuple[Any, ...], scale: torch.Tensor | None
+    ) -> _CachedWeight:
+        spec = self.roles["weight"].spec
+        quantized, amax = self.backend.quantize(picked(weight.detach(), rows), spec, scale)
+        return _CachedWeight(quantized, amax, key, recorded=False, scale=scale)
 
 
 def picked(tensor: torch.Tensor, rows: Sequence[slice] | None) -> torch.Tensor:

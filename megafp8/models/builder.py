@@ -13,7 +13,7 @@ from megafp8.models.config import ModelConfig, check_model, gemm_shapes
 from megafp8.models.decoder import Decoder
 from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import ModelShape, OwnLayers
-from megafp8.nn.parameter import materialize
+from megafp8.nn.parameter import materialize, materialize_sharded
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.nn.recompute import Recompute
 from megafp8.nn.states import linear_states
@@ -69,12 +69,14 @@ def build_stages(
     device: torch.device | str = "cpu",
     recompute: Recompute = "none",
     compile_layers: bool = False,
+    full_shard: bool = False,
 ) -> list[Decoder]:
     """Build the pipeline stages that this rank holds.
 
     Args:
         spans: those of this rank, in model order. Where it holds the first and the last one, tied weights are one
             parameter, which gets two gradients a micro-batch (its attribute `grad_uses`).
+        full_shard: cut the parameters over their replicas (parallel/fully_shard), a layer being a unit.
         others: as of `build`.
 
     Raises:
@@ -101,6 +103,8 @@ def build_stages(
         device=device,
         compiled=compile_layers,
     )
+    for state in states.values():
+        state.keeps_weight = not full_shard
     stages: list[Decoder] = []
     for span in spans:
         layers = OwnLayers(
@@ -114,7 +118,10 @@ def build_stages(
         stages.append(Decoder(config, layers, recompute=recompute, span=span, embedding=embedding))
     if str(device) != "meta":
         for stage in stages:
-            materialize(stage, mesh=mesh, seed=seed, device=device)
+            if full_shard:
+                materialize_sharded(stage, stage.layers, mesh=mesh, seed=seed, device=device)
+            else:
+                materialize(stage, mesh=mesh, seed=seed, device=device)
     if config.tied_embeddings and len(stages) > 1 and stages[0].span.first and stages[-1].span.last:
         stages[0].embedding.weight.grad_uses = 2
     return stages

@@ -118,8 +118,9 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(weight, *(() if rebuild else (flat,)))
         else:
             kept, codes = _quantized_input(flat, state, split, record)
-            ctx.matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows)
-            y = state.backend.fprop(codes, ctx.matrix, inside, x.dtype)
+            matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows)
+            y = state.backend.fprop(codes, matrix, inside, x.dtype)
+            ctx.matrix = matrix if state.keeps_weight else None
             ctx.kept = _Kept(kept.format, kept is not codes, None)
             # through save_for_backward, so that activation recompute can free and remake it
             ctx.save_for_backward(kept.data, kept.scale_inv)
@@ -147,6 +148,8 @@ class _Linear(torch.autograd.Function):
         dx: Pending[Any] = done(None)
         if wants_dx:
             matrix = picked(saved[0].flatten(0, -2), split.rows) if state is None else ctx.matrix
+            if matrix is None and state is not None:
+                matrix = state.quantized_weight(weight.flatten(0, -2), record=False, rows=split.rows)
             dx = start_sum(dgrad(operand, matrix, state, dtype), split).then(lambda total: total.view(shape))
         dw = weight_grad.compute_or_defer(store) if weight_grad is not None else None
         db = _bias_grad(grad, ctx.bias, split) if wants_db else None

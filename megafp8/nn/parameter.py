@@ -6,6 +6,7 @@ its global name only, so that they are equal at any tp.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from megafp8.core.layout import Layout, layout_of, stamp
 from megafp8.core.rng import fill_normal_, seed_for
+from megafp8.parallel.fully_shard import shard_fully
 from megafp8.parallel.mesh import Mesh
 
 
@@ -45,10 +47,28 @@ def materialize(module: nn.Module, *, mesh: Mesh, seed: int, device: torch.devic
             new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device))
             stamp(new, layout)
             new.init = init  # type: ignore[attr-defined]
-            full_name = f"{prefix}.{name}" if prefix else name
-            if init.std:
-                at = seed_for(seed, "init", full_name)
-                fill_normal_(new, seed=at, layout=layout, mesh=mesh, std=init.std, mean=init.mean)
-            else:
-                new.fill_(init.mean)
+            initialize(new, f"{prefix}.{name}" if prefix else name, init, mesh=mesh, seed=seed)
             child._parameters[name] = new
+
+
+@torch.no_grad()
+def materialize_sharded(
+    module: nn.Module, units: Iterable[nn.Module], *, mesh: Mesh, seed: int, device: torch.device | str
+) -> None:
+    """As `materialize`, each parameter cut over its replicas and its pieces the masters; `units`: see `shard_fully`."""
+
+    def fill(name: str, piece: nn.Parameter, declared: nn.Parameter) -> None:
+        initialize(piece, name, declared.init, mesh=mesh, seed=seed)  # type: ignore[arg-type]
+        piece.copy_(piece.to(declared.dtype))  # masters begin at the values of a run that is not sharded
+
+    shard_fully(module, units, mesh, device=device, fill=fill)
+
+
+@torch.no_grad()
+def initialize(piece: torch.Tensor, name: str, init: Init, *, mesh: Mesh, seed: int) -> None:
+    """Fill a piece (by its Layout) of the parameter of this global name with its initial values."""
+    if init.std:
+        at = seed_for(seed, "init", name)
+        fill_normal_(piece, seed=at, layout=layout_of(piece), mesh=mesh, std=init.std, mean=init.mean)
+    else:
+        piece.fill_(init.mean)

@@ -6,7 +6,7 @@ piece that this rank updates. Then masters and moments are of that piece only, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -43,9 +43,12 @@ class AdamW:
             `main_grad` (GradBuckets makes it, and says which piece is updated here) in its master's dtype.
         config: hyper-parameters and the kernel.
         mesh: the mesh whose pieces the parameters are.
+        elsewhere: names of parameters that someone else updates: their masters are kept and written back here all the
+            same, but they have no moments.
         bucket_bytes: of weights that are gathered in one call.
 
     Attributes:
+        masters: the fp32 (fp64) weights that are updated, by name.
         step_count: steps taken; set it after loading.
         gather: makes parameters whole again that are updated piece by piece; None if there are none.
         kernel_name: the kernel in use: "te", "apex" or "torch".
@@ -60,6 +63,7 @@ class AdamW:
         config: OptimizerConfig,
         mesh: Mesh,
         *,
+        elsewhere: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         once: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -73,19 +77,19 @@ class AdamW:
             assert found == said == tuple(piece.grad.shape), f"{name} is {found}, its layout says {said}"
         self._config = config
         self.step_count = 0
-        self._master = {n: _master_of(p, self._pieces[n]) for n, p in self._params.items()}
-        self._exp_avg = {n: torch.zeros_like(m) for n, m in self._master.items()}
-        self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._master.items()}
-        first = next(iter(self._master.values()))
+        self.masters = {n: _master_of(p, self._pieces[n]) for n, p in self._params.items()}
+        self._exp_avg = {n: torch.zeros_like(m) for n, m in self.masters.items() if n not in elsewhere}
+        self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._exp_avg.items()}
+        first = next(iter(self.masters.values()))
         self.kernel_name, self._kernel = choose_kernel(config.kernel, first.device, first.dtype)
         self._lists = self._group()
         cut = [n for n, piece in self._pieces.items() if piece.dim is not None]
-        updated = [(self._params[n], self._master[n]) for n in cut]
+        updated = [(self._params[n], self.masters[n]) for n in cut]
         self.gather = WeightGather(updated, mesh, bucket_bytes=bucket_bytes) if cut else None
         self._attached = False
-        copied = [n for n, p in self._params.items() if self._master[n].dtype != p.dtype and n not in cut]
+        copied = [n for n, p in self._params.items() if self.masters[n].dtype != p.dtype and n not in cut]
         self._copied_params = [self._params[n].detach() for n in copied]
-        self._copied_masters = [self._master[n] for n in copied]
+        self._copied_masters = [self.masters[n] for n in copied]
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: float = 1.0) -> None:
@@ -124,7 +128,7 @@ class AdamW:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All state, live: "optimizer.{master,exp_avg,exp_avg_sq}.<name>"; overwrite, then `load_done()`."""
-        kinds = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        kinds = {"master": self.masters, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
         return {f"optimizer.{kind}.{name}": t for kind, named in kinds.items() for name, t in named.items()}
 
     def layouts(self) -> dict[str, Layout]:
@@ -133,9 +137,10 @@ class AdamW:
 
     def _group(self) -> list[TensorLists]:
         groups: dict[tuple[bool, torch.dtype], TensorLists] = {}
-        for name, piece in self._pieces.items():
+        for name in self._exp_avg:
+            piece = self._pieces[name]
             decay = decays(name, piece.layout, self._config)
-            master, grad = self._master[name], piece.grad
+            master, grad = self.masters[name], piece.grad
             assert grad.dtype == master.dtype, f"{name}: main_grad is {grad.dtype}, master {master.dtype}"
             if not master.numel():  # a piece of no rows
                 continue

@@ -11,8 +11,12 @@ from megafp8.core.config import config_dataclass
 
 @config_dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and its learning-rate schedule."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or Muon, and the learning-rate schedule."""
 
+    name: Annotated[
+        Literal["adamw", "muon"],
+        Field(description="muon: hidden matrices by Muon, embeddings, output, norms, biases and routers by AdamW"),
+    ] = "adamw"
     kernel: Annotated[
         Literal["auto", "te", "apex", "torch"],
         Field(description="fused AdamW of Transformer Engine, apex or torch; auto = the first that works"),
@@ -38,6 +42,13 @@ class OptimizerConfig:
         bool, Field(description="also decay embeddings (and tied output weights)")
     ] = True
     decay_norms_biases: Annotated[bool, Field(description="also decay norm weights and biases")] = False
+    muon_momentum: Annotated[float, Field(ge=0, lt=1, description="decay of Muon's mean gradient, per step")] = 0.95
+    muon_nesterov: Annotated[bool, Field(description="look one step ahead along the momentum")] = True
+    muon_steps: Annotated[int, Field(ge=1, le=99, description="Newton-Schulz iterations")] = 5
+    muon_rms: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False, description="root mean square of an update at rate 1; AdamW's is about this"),
+    ] = 0.2
     clip_grad: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="largest global gradient norm; 0 = no clipping")
     ] = 1.0

@@ -132,7 +132,7 @@ def check_run(config: RunConfig, world: int) -> list[str]:
     problems += schedule_problems(config.parallel, config.model.num_layers)
     if not mesh_problems:
         problems += _batch_problems(config, world)
-    problems += _token_problems(config) + _recompute_problems(config)
+    problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(config.parallel)
     return problems + schedule_of(config).problems()
 
 
@@ -145,6 +145,16 @@ def _recompute_problems(config: RunConfig) -> list[str]:
     if layers <= most:
         return []
     return [f"train.recompute_layers = {layers}: a stage has at most {most} layers; nearest: {most}, or 0 for all"]
+
+
+def _shard_problems(parallel: ParallelConfig) -> list[str]:
+    apart = ("zb_h1", "zb_v", "dualpipe_v")
+    if parallel.dp_shard != "full" or parallel.pp == 1 or parallel.schedule not in apart:
+        return []
+    return [
+        f'parallel.dp_shard = "full": schedule {parallel.schedule} computes weight gradients apart from the backward '
+        'pass, and torch\'s fully_shard takes them only from it; nearest: schedule = "1f1b", or dp_shard = "optimizer"'
+    ]
 
 
 def _token_problems(config: RunConfig) -> list[str]:

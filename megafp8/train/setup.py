@@ -26,12 +26,15 @@ from megafp8.data.sources import check_tokenizer, open_blend
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.decoder import Decoder
+from megafp8.models.matrices import row_parts
 from megafp8.models.stages import split_layers
 from megafp8.nn.balance import routers_of
 from megafp8.nn.recompute import RecomputePlan
 from megafp8.nn.router import Router
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.muon import Muon
 from megafp8.parallel.buckets import GradBuckets
+from megafp8.parallel.fully_shard import ShardedGrads
 from megafp8.parallel.launch import init_distributed, read_launch
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.pipeline import Pipeline
@@ -74,8 +77,8 @@ class Parts:
     stages: list[Decoder]
     pipeline: Pipeline
     named_parameters: list[tuple[str, torch.nn.Parameter]]
-    buckets: GradBuckets
-    optimizer: AdamW
+    buckets: GradBuckets | ShardedGrads
+    optimizer: AdamW | Muon
     loader: Feed
     tokenizer: Tokenizer | None = None
     corpus: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +148,8 @@ def assemble(
     schedule = partial(make_schedule, parallel.schedule, parallel.pp, parallel.virtual_stages)
     pipeline = Pipeline(schedule, mesh, overlap=parallel.overlap_p2p)
     spans = split_layers(config.model, parallel)
+    # one replica has nothing to cut
+    full_shard = parallel.dp_shard == "full" and mesh.place(("dp", "cp"))[1] > 1
     stages = build_stages(
         config.model,
         [spans[stage] for stage in pipeline.stages],
@@ -157,10 +162,20 @@ def assemble(
             config.train.recompute, config.train.recompute_layers, config.train.recompute_modules
         ),
         compile_layers=wants_compile(config),
+        full_shard=full_shard,
     )
-    named = named_parameters(stages)
-    buckets = GradBuckets(named, mesh, shard=parallel.dp_shard == "optimizer")
-    optimizer = AdamW(named, config.optimizer, mesh)
+    buckets: GradBuckets | ShardedGrads
+    if full_shard:
+        buckets = ShardedGrads(stages, mesh)
+        named = buckets.named_parameters
+    else:
+        named = named_parameters(stages)
+        buckets = GradBuckets(named, mesh, shard=parallel.dp_shard == "optimizer")
+    optimizer: AdamW | Muon
+    if config.optimizer.name == "muon":
+        optimizer = Muon(named, config.optimizer, mesh, partial(row_parts, config.model))
+    else:
+        optimizer = AdamW(named, config.optimizer, mesh)
     optimizer.attach(*stages)
     return Parts(
         config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}
