@@ -124,14 +124,15 @@ class LinearState:
             cached = self._quantized_now(weight, rows, key, scale)
         elif cached.quantized is None:
             cached = replace(self._quantized_now(weight, rows, key, cached.scale), recorded=cached.recorded)
-        assert cached.quantized is not None
+        quantized = cached.quantized
+        assert quantized is not None
         if record and not cached.recorded:
             self.roles["weight"].record(cached.amax)
             cached = replace(cached, recorded=True)
         if self.observer is not None:
-            self.observer("weight", picked(weight, rows), cached.quantized, cached.amax)
+            self.observer("weight", picked(weight, rows), quantized, cached.amax)
         self._cached = cached if self.keeps_weight else replace(cached, quantized=None)
-        return cached.quantized
+        return quantized
 
     def _quantized_now(
         self, weight: torch.Tensor, rows: Sequence[slice] | None, key: tuple[Any, ...], scale: torch.Tensor | None

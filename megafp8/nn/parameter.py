@@ -58,7 +58,7 @@ def materialize_sharded(
     """As `materialize`, each parameter cut over its replicas and its pieces the masters; `units`: see `shard_fully`."""
 
     def fill(name: str, piece: nn.Parameter, declared: nn.Parameter) -> None:
-        initialize(piece, name, declared.init, mesh=mesh, seed=seed)  # type: ignore[arg-type]
+        initialize(piece, name, declared.init, mesh=mesh, seed=seed)  # type: ignore[attr-defined]
         piece.copy_(piece.to(declared.dtype))  # masters begin at the values of a run that is not sharded
 
     shard_fully(module, units, mesh, device=device, fill=fill)
