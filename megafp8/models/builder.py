@@ -83,18 +83,7 @@ def build_stages(
         ConfigError: as `build`.
     """
     tp = mesh.size("tp")
-    problems = check_model(
-        config,
-        tp=tp,
-        ep=mesh.size("ep"),
-        etp=mesh.size("etp"),
-        cp=mesh.size("cp"),
-        cp_exchange=mesh.cp_exchange,
-        sequence_parallel=mesh.sequence_parallel,
-        precision=precision,
-    )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _refuse(config, mesh, precision)
     states = linear_states(
         precision or PrecisionConfig(),
         gemm_shapes(config, tp=tp),
@@ -103,8 +92,6 @@ def build_stages(
         device=device,
         compiled=compile_layers,
     )
-    for state in states.values():
-        state.keeps_weight = not full_shard
     stages: list[Decoder] = []
     for span in spans:
         layers = OwnLayers(
@@ -116,15 +103,32 @@ def build_stages(
         )
         embedding: nn.Module | None = stages[0].embedding if stages and stages[0].span.first else None
         stages.append(Decoder(config, layers, recompute=recompute, span=span, embedding=embedding))
-    if str(device) != "meta":
+    if full_shard:
         for stage in stages:
-            if full_shard:
-                materialize_sharded(stage, stage.layers, mesh=mesh, seed=seed, device=device)
-            else:
-                materialize(stage, mesh=mesh, seed=seed, device=device)
+            materialize_sharded(stage, stage.layers, mesh=mesh, seed=seed, device=device)
+        for state in states.values():
+            state.keeps_weight = False
+    elif str(device) != "meta":
+        for stage in stages:
+            materialize(stage, mesh=mesh, seed=seed, device=device)
     if config.tied_embeddings and len(stages) > 1 and stages[0].span.first and stages[-1].span.last:
         stages[0].embedding.weight.grad_uses = 2
     return stages
+
+
+def _refuse(config: ModelConfig, mesh: Mesh, precision: PrecisionConfig | None) -> None:
+    problems = check_model(
+        config,
+        tp=mesh.size("tp"),
+        ep=mesh.size("ep"),
+        etp=mesh.size("etp"),
+        cp=mesh.size("cp"),
+        cp_exchange=mesh.cp_exchange,
+        sequence_parallel=mesh.sequence_parallel,
+        precision=precision,
+    )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def named_parameters(stages: Iterable[Decoder]) -> list[tuple[str, nn.Parameter]]:
