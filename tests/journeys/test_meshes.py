@@ -132,3 +132,21 @@ def test_all_broken_rules_of_a_mesh_at_once(data, tmp_path, verb):
     ):
         assert any(line.startswith(rule) for line in lines), (rule, lines)
     assert len(lines) == 6 and not (tmp_path / "run").exists()
+
+
+UNEVEN = "train.global_batch 8 is not divisible by dp 2 x train.micro_batch"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"train__micro_batch": 16}, f"{UNEVEN} 16; nearest: 32"),
+        ({"train__micro_batch": 3}, f"{UNEVEN} 3; nearest: 6, 12"),
+        ({"train__micro_batch": -3}, "train.micro_batch: -3 is refused: input should be greater than 0"),
+        ({"train__global_batch": 0}, "train.global_batch: 0 is refused: input should be greater than 0"),
+    ],
+    ids=["above", "uneven", "negative", "none"],
+)
+def test_batches_that_do_not_fit(data, tmp_path, values, says):
+    done = megafp8("pretrain", write_config(tmp_path, data), "--nproc", "2", *overrides(**values), code=2)
+    assert [line.split("error: ")[1] for line in done.stderr.splitlines()] == [says]

@@ -14,6 +14,7 @@ from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.stages import Span, split_layers
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import ParallelConfig
+from megafp8.parallel.stages import schedule_problems
 
 SMALL: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 64,
@@ -80,3 +81,25 @@ def test_a_last_stage_alone_has_a_copy_of_the_tied_weight() -> None:
     assert [n for n, _ in last.named_children()].count("layers") == 1 and "layers.3.mlp.down.weight" in dict(
         last.named_parameters()
     )
+
+
+@pytest.mark.parametrize("layers", [*range(1, 14), 30])
+def test_no_layer_is_lost_or_doubled(layers: int) -> None:
+    """Every split that is not refused holds layers 0 ... n - 1 once, under the names of the whole model."""
+    config = ModelConfig(**(SMALL | {"num_layers": layers}))
+    whole = [name for name, _ in build(config, device="meta").named_parameters()]
+    for pp in (1, 2, 4):
+        for virtual in (1, 2):
+            for counted in (False, True):
+                parallel = ParallelConfig(
+                    pp=pp,
+                    schedule="interleaved" if virtual > 1 else "1f1b",
+                    virtual_stages=virtual,
+                    count_embedding_as_layer=counted,
+                )
+                if schedule_problems(parallel, layers):
+                    continue
+                spans = split_layers(config, parallel)
+                assert [i for span in spans for i in range(span.start, span.stop)] == list(range(layers))
+                stages = build_stages(config, spans, mesh=Mesh.single(), device="meta")
+                assert [name for name, _ in named_parameters(stages)] == whole
