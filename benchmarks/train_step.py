@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.contenders import Contender, serve, summary, take_turns
 
 BATCH, LENGTH, VOCAB = 4, 512, 8192
 TOKENS = BATCH * LENGTH
@@ -63,7 +60,7 @@ def ours(precision: str) -> Callable[[], float]:
     return step
 
 
-def transformers_loop(compiled: bool) -> Callable[[], float]:
+def transformers_loop(mode: str) -> Callable[[], float]:
     """LlamaForCausalLM with fp32 weights under bf16 autocast, fused AdamW."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,7 +78,7 @@ def transformers_loop(compiled: bool) -> Callable[[], float]:
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    call: Any = torch.compile(model) if compiled else model
+    call: Any = torch.compile(model) if mode == "compiled" else model
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def step() -> float:
@@ -96,97 +93,23 @@ def transformers_loop(compiled: bool) -> Callable[[], float]:
 
 
 def contend(name: str, threads: int) -> None:
-    """Child: build, warm up, then one step for every line on stdin; answers are JSON lines on stdout."""
+    """Child: serve steps of the named contender."""
     import torch
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    start = time.perf_counter()
-    if name.startswith("ours"):
-        step = ours(name.removeprefix("ours_"))
-    else:
-        step = transformers_loop(name.endswith("compiled"))
-    step()
-    _answer(first_step_seconds=time.perf_counter() - start)
-    step()
-    for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss = step()
-        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        _answer(seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, peak_bytes=peak)
-
-
-def _answer(**values: float) -> None:
-    print(json.dumps(values), flush=True)
-
-
-class Contender:
-    """A child process that takes one step when asked."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        # passive waiting: idle threads of one contender must not take the cores of another
-        env = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive", TRANSFORMERS_VERBOSITY="error")
-        command = [sys.executable, "-m", "benchmarks.train_step", "--contender", name, "--threads", str(threads)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        self.first_step_seconds = float(self._read()["first_step_seconds"])
-        self.steps: list[dict[str, float]] = []
-
-    def step(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        self.steps.append(self._read())
-
-    def _read(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a contender stopped: {' '.join(map(str, self.process.args))}")
-        values: dict[str, float] = json.loads(line)
-        return values
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+    build = ours if name.startswith("ours") else transformers_loop
+    serve(lambda: build(name.split("_")[1]))
 
 
 def measure(names: list[str], *, threads: int, steps: int) -> dict[str, Any]:
     """Run the contenders in turn; seconds, tokens/s, ratios to `BASE`, peak memory."""
-    contenders = {name: Contender(name, threads) for name in names}
-    for _ in range(steps):
-        for contender in contenders.values():
-            contender.step()
-    for contender in contenders.values():
-        contender.close()
+    words = ["benchmarks.train_step", "--threads", str(threads), "--contender"]
+    contenders = {name: Contender([*words, name], ranks=1, threads=threads) for name in names}
+    take_turns(contenders, steps)
     return {"threads": threads, "steps": steps, "tokens": TOKENS} | {
-        name: _summary(contender, contenders.get(BASE)) for name, contender in contenders.items()
+        name: summary(contender, contenders.get(BASE), tokens=TOKENS) for name, contender in contenders.items()
     }
-
-
-def _summary(contender: Contender, base: Contender | None) -> dict[str, float]:
-    seconds = statistics.median(s["seconds"] for s in contender.steps)
-    summary = {
-        "seconds": seconds,
-        "tokens_per_second": TOKENS / seconds,
-        "cpu_seconds": statistics.median(s["cpu_seconds"] for s in contender.steps),
-        "peak_bytes": contender.steps[-1]["peak_bytes"],
-        "first_step_seconds": contender.first_step_seconds,
-        "loss": contender.steps[-1]["loss"],
-    }
-    for key in ("seconds", "cpu_seconds"):
-        if base is not None:
-            ratios = [b[key] / s[key] for b, s in zip(base.steps, contender.steps, strict=True)]
-            summary[f"speedup_{key}"] = statistics.median(ratios)
-    return summary
 
 
 def show(result: dict[str, Any], names: list[str]) -> None:

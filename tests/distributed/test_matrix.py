@@ -1,0 +1,166 @@
+"""Every mesh of up to 8 processes trains as one process does: losses, norms, every gradient, and 5 steps.
+
+`make test` covers every mesh, and every pair of options (mesh x schedule, schedule x model, model x recompute, ...)
+at least once; `make test-all` every mesh x model x accumulation x recompute with the other options in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megafp8.train.config import check_run
+from tests.distributed.matrix import MODELS, Case, Outcome, Values, run_case, run_cases, run_config, single, together
+from tests.distributed.ranks import run_ranks
+
+# fp64 sums of up to 10^4 terms in another order: 10^4 * 2^-53 = 1e-12 of the largest terms; the norm of a gradient can
+# lie 10^2 below them by cancellation. A missing or doubled reduction shows at 1e-1.
+GRADIENTS = 1e-10
+# Five AdamW steps at 1e-2: where a second moment is small, m / sqrt(v) has the relative error of the gradient's
+# elements, which is up to 10 times that of its norm.
+PARAMETERS = 1e-9
+
+AXES = ("pp", "dp", "cp", "tp")
+SIZES = (1, 2, 4)
+MESHES = [sizes for sizes in itertools.product(SIZES, repeat=4) if math.prod(sizes) <= 8]
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v"),
+    "micro_batches": (1, 4),
+    "recompute": ("none", "selective", "full"),
+    "ep": (1, 2, 4),
+    "etp": (0, 1),
+    "dp_shard": ("none", "optimizer", "full"),
+    "cp_exchange": ("ring", "all_gather", "all_to_all"),
+    "sequence_parallel": (True, False),
+    "uneven": (False, True),
+    "order": ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
+    "document_mask": (False, True),
+}
+_UNEVEN = {2: (5, 3), 4: (3, 2, 2, 1), 8: (1, 1, 1, 1, 1, 1, 0, 2)}
+_NEEDS = {"schedule": "pp", "uneven": "pp", "cp_exchange": "cp", "sequence_parallel": "tp"}
+
+
+def make_case(sizes: tuple[int, ...], options: Values) -> Case | None:
+    """The case of these options; None where an option means nothing there or the trainer refuses it."""
+    axes = dict(zip(AXES, sizes))
+    for option, axis in _NEEDS.items():
+        if axes[axis] == 1 and options[option] != OPTIONS[option][0]:
+            return None
+    if "moe" not in MODELS[options["model"]] and (options["ep"], options["etp"]) != (1, 0):
+        return None
+    parallel: Values = {axis: size for axis, size in axes.items() if size > 1}
+    names = ("schedule", "ep", "etp", "dp_shard", "cp_exchange", "sequence_parallel", "order")
+    parallel |= {name: options[name] for name in names if options[name] != OPTIONS[name][0]}
+    if options["schedule"] == "interleaved":
+        parallel["virtual_stages"] = 2
+    if options["uneven"]:
+        stages = axes["pp"] * (2 if options["schedule"] in ("interleaved", "zb_v", "dualpipe_v") else 1)
+        parallel["layers_per_stage"] = _UNEVEN[stages]
+    plain = {name: options[name] for name in ("model", "micro_batches", "recompute", "document_mask")}
+    case = Case(parallel, **plain)
+    return None if check_run(run_config(case), case.world) else case
+
+
+def _pairs(sizes: tuple[int, ...], options: Values) -> set[Any]:
+    items = [*options.items(), ("mesh", sizes)]
+    return set(itertools.combinations(items, 2))
+
+
+@cache
+def quick_cases() -> list[Case]:
+    """Cases that cover all pairs of options that some mesh can have, every mesh at least twice."""
+    draw = random.Random(1)
+    missing: set[Any] = set()
+    pool: dict[tuple[int, ...], list[tuple[Values, Case]]] = {sizes: [] for sizes in MESHES}
+    for sizes in MESHES:
+        for _ in range(400):
+            options = {name: draw.choice(choices) for name, choices in OPTIONS.items()}
+            for option, axis in _NEEDS.items():
+                if dict(zip(AXES, sizes))[axis] == 1:
+                    options[option] = OPTIONS[option][0]
+            case = make_case(sizes, options)
+            if case is not None:
+                pool[sizes].append((options, case))
+                missing |= _pairs((), options)  # pairs with the mesh itself would be ten times as many cases
+    chosen: list[Case] = []
+    for turn in itertools.count():
+        for sizes in MESHES:
+            best = max(pool[sizes], key=lambda item: len(missing & _pairs((), item[0])))
+            if turn < 2 or missing & _pairs((), best[0]):
+                missing -= _pairs((), best[0])
+                chosen.append(best[1])
+        if turn and not missing:
+            return chosen
+
+
+def all_cases() -> Iterator[Case]:
+    """Every mesh x model x accumulation x recompute, the other options drawn."""
+    draw = random.Random(2)
+    for sizes, model, m, recompute in itertools.product(
+        MESHES, OPTIONS["model"], OPTIONS["micro_batches"], ("none", "full")
+    ):
+        case = None
+        while case is None:
+            options = {name: draw.choice(choices) for name, choices in OPTIONS.items()}
+            options |= {"model": model, "micro_batches": m, "recompute": recompute}
+            for option, axis in _NEEDS.items():
+                if dict(zip(AXES, sizes))[axis] == 1:
+                    options[option] = OPTIONS[option][0]
+            case = make_case(sizes, options)
+        yield case
+
+
+def chunks(cases: list[Case], length: int) -> list[Any]:
+    """Cases of one world together, a few at a time: starting processes costs more than a case."""
+    parts = []
+    for world in (1, 2, 4, 8):
+        mine = [case for case in cases if case.world == world]
+        for start in range(0, len(mine), length):
+            parts.append(pytest.param(mine[start : start + length], id=f"{world}-{start}"))
+    return parts
+
+
+@cache
+def alone(model: str, document_mask: bool) -> tuple[Outcome, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """One process's outcome, and its whole gradients and parameters."""
+    outcome = run_ranks(run_case, 1, single(Case(model=model, document_mask=document_mask)))[0]
+    return outcome, together([outcome.gradients]), together([outcome.parameters])
+
+
+def hold_against_one_process(case: Case, outcomes: list[Outcome]) -> None:
+    """Assert that what the ranks have is what one process has."""
+    expected, gradients, parameters = alone(case.model, case.document_mask)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=PARAMETERS), case
+        assert outcome.norms == pytest.approx(expected.norms, rel=PARAMETERS), case
+        assert outcome.losses[0] == pytest.approx(expected.losses[0], rel=GRADIENTS), case
+    _compare(together([o.gradients for o in outcomes]), gradients, GRADIENTS, case)
+    _compare(together([o.parameters for o in outcomes]), parameters, PARAMETERS, case)
+
+
+def _compare(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float, case: Case) -> None:
+    assert got.keys() == expected.keys(), case
+    for name, whole in expected.items():
+        error = np.linalg.norm(got[name] - whole) / np.linalg.norm(whole)
+        assert error < tolerance, f"{case}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("cases", chunks(quick_cases(), 6))
+def test_every_mesh_and_pair_of_options(cases: list[Case]) -> None:
+    for case, outcomes in zip(cases, zip(*run_ranks(run_cases, cases[0].world, cases))):
+        hold_against_one_process(case, list(outcomes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", chunks(list(all_cases()), 10))
+def test_every_mesh_model_accumulation_and_recompute(cases: list[Case]) -> None:
+    for case, outcomes in zip(cases, zip(*run_ranks(run_cases, cases[0].world, cases, timeout=120))):
+        hold_against_one_process(case, list(outcomes))
