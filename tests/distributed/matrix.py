@@ -182,8 +182,8 @@ def _piece(tensor: torch.Tensor, layout: Layout, parts: Parts) -> Piece:
 
 def _gradients(parts: Parts) -> dict[str, Piece]:
     gradients = {}
-    for name, tensor, layout in parts.gradients():
-        gradients[name] = _piece(tensor, layout, parts)
+    for name, param in parts.named_parameters:
+        gradients[name] = _piece(param.main_grad, layout_of(param), parts)  # type: ignore[attr-defined]
     return gradients
 
 
