@@ -20,6 +20,7 @@ from megafp8.core.layout import Layout, layout_of
 from megafp8.core.rng import fill_normal_, seed_for
 from megafp8.data.loader import Batch
 from megafp8.parallel.mesh import build_mesh
+from megafp8.parallel.pieces import own_piece
 from megafp8.train.config import RunConfig
 from megafp8.train.setup import Parts, assemble
 from megafp8.train.step import train_step
@@ -95,7 +96,7 @@ class MadeLoader:
 
     def __init__(self, case: Case, dp_rank: int, dp_size: int) -> None:
         self.case, self.dp_rank, self.dp_size = case, dp_rank, dp_size
-        self.consumed_samples = 0
+        self.consumed_samples, self.global_batch = 0, SAMPLES
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches."""
@@ -183,7 +184,8 @@ def _piece(tensor: torch.Tensor, layout: Layout, parts: Parts) -> Piece:
 def _gradients(parts: Parts) -> dict[str, Piece]:
     gradients = {}
     for name, param in parts.named_parameters:
-        gradients[name] = _piece(param.main_grad, layout_of(param), parts)  # type: ignore[attr-defined]
+        piece = own_piece(param)
+        gradients[name] = _piece(piece.grad, piece.layout, parts)
     return gradients
 
 
