@@ -191,12 +191,14 @@ def _gradients(parts: Parts) -> dict[str, Piece]:
 
 def _disturb(parts: Parts) -> None:
     """Norm weights and biases off their initial 1 and 0, by global name, so that a mix-up of elements shows."""
+    masters = parts.optimizer.tensors()
     with torch.no_grad():
         for name, param in parts.named_parameters:
             if name.endswith("bias") or "norm" in name:
                 mean = 0.0 if name.endswith("bias") else 1.0
                 layout = layout_of(param)
                 fill_normal_(param, seed=seed_for(7, name), layout=layout, mesh=parts.mesh, std=0.3, mean=mean)
+                masters[f"optimizer.master.{name}"].copy_(own_piece(param).of(param))
 
 
 def together(pieces: list[dict[str, Piece]]) -> dict[str, np.ndarray]:
