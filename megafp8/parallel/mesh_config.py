@@ -199,10 +199,9 @@ def _stride(sizes: Mapping[str, int], axes: tuple[str, ...], axis: str) -> int:
 
 def coordinates(sizes: Mapping[str, int], rank: int, order: str = DEFAULT_ORDER) -> dict[str, int]:
     """Where `rank` stands along each axis of both bases and along the pseudo axes."""
-    coords = {}
-    for axes in _bases(order):
-        for axis in axes:
-            coords[axis] = rank // _stride(sizes, axes, axis) % sizes[axis]
+    dense, expert = _bases(order)
+    coords = {axis: rank // _stride(sizes, expert, axis) % sizes[axis] for axis in expert}
+    coords |= {axis: rank // _stride(sizes, dense, axis) % sizes[axis] for axis in dense}
     if _experts_like_dense(sizes):
         coords |= {"etp": coords["tp"], "ep": 0, "edp": coords["dp"] * sizes["cp"] + coords["cp"]}
     coords["kvtp"], coords["kvrep"] = divmod(coords["tp"], sizes["kvrep"])

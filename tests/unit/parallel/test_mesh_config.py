@@ -109,6 +109,11 @@ def test_another_order():
     sizes = sizes_of(8, pp=2, tp=2)
     assert peers(sizes, ("pp",), "tp-cp-ep-pp-dp")[0] == [0, 2]
     assert peers(sizes, ("dp",), "tp-cp-ep-pp-dp")[0] == [0, 4]
+    sizes = sizes_of(8, pp=2, cp=2)
+    found = [coordinates(sizes, rank, "tp-cp-ep-pp-dp") for rank in range(8)]
+    assert [c["cp"] for c in found] == [0, 1] * 4
+    assert [c["pp"] for c in found] == [0, 0, 1, 1] * 2
+    assert [c["edp"] for c in found] == [0, 1, 0, 1, 2, 3, 2, 3]
 
 
 def test_experts_reuse_the_ranks_of_dp_and_cp():
