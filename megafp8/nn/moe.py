@@ -58,7 +58,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [R, H], `counts` [E / ep] rows of each expert in order -> [R, H], summed over this rank's part of F."""
         gates = grouped_linear(x, self.gate_up, counts)
-        gates = gates.view(len(gates), 2, -1)
+        gates = gates.unflatten(1, (2, gates.shape[1] // 2))  # a rank may have no tokens: -1 would be ambiguous
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
         again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
         return grouped_linear(hidden, self.down, counts, again)
