@@ -14,6 +14,7 @@ from megafp8.core.rng import fill_normal_, seed_for
 from megafp8.models import ModelConfig, build
 from megafp8.nn import attention_blocks, attention_context
 from megafp8.nn.layers import DropoutKey
+from megafp8.nn.recompute import MODULES, Recompute, RecomputePlan
 from megafp8.parallel.collectives import all_gather, all_reduce_
 from megafp8.parallel.context import chunks_of, ring_step
 from megafp8.parallel.mesh import Mesh, build_mesh
@@ -29,7 +30,7 @@ SMALL: Values = {
 LATENT: Values = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
 }  # fmt: skip
-MODELS: dict[str, Values] = {
+CONFIGS: dict[str, Values] = {
     "packed": {"family": "llama", **SMALL},
     "whole": {"family": "llama", "tied_embeddings": True, **SMALL, "num_kv_heads": 1},
     "qwen3": {"family": "qwen3", "head_dim": 8, **SMALL},
@@ -73,14 +74,20 @@ def whole(gradient: torch.Tensor, layout: Any, mesh: Mesh) -> torch.Tensor:
 
 
 def outcome(
-    rank: int, world: int, sizes: dict[str, int], exchanges: tuple[str, ...], recompute: str, micro: int, dtype: Any
+    rank: int,
+    world: int,
+    sizes: dict[str, int],
+    exchanges: tuple[str, ...],
+    recompute: Recompute,
+    micro: int,
+    dtype: torch.dtype,
 ) -> dict[str, dict[str, Any]]:
     """Loss, targets, logits and whole gradients of every model, by exchange."""
     results: dict[str, dict[str, Any]] = {}
     for exchange in exchanges:
         results[exchange] = {}
         meshes: dict[int, Mesh] = {}
-        for name, values in MODELS.items():
+        for name, values in CONFIGS.items():
             config = ModelConfig(**values)
             shared = min(config.num_kv_heads, sizes.get("tp", 1))
             if shared not in meshes:
@@ -115,9 +122,11 @@ def alone() -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cp, tp, recompute, micro", [
-    (2, 1, "none", 3), (4, 1, "selective", 1), (2, 2, "full", 3),
+    (2, 1, "none", 3), (4, 1, RecomputePlan("selective", modules=MODULES), 1), (2, 2, "full", 3),
 ])  # fmt: skip
-def test_equals_one_process(alone: dict[int, dict[str, Any]], cp: int, tp: int, recompute: str, micro: int) -> None:
+def test_equals_one_process(
+    alone: dict[int, dict[str, Any]], cp: int, tp: int, recompute: Recompute, micro: int
+) -> None:
     for results in run_ranks(outcome, cp * tp, {"cp": cp, "tp": tp}, EXCHANGES, recompute, micro, torch.float64):
         for exchange, by_model in results.items():
             for name, result in by_model.items():
@@ -145,7 +154,7 @@ def narrow(rank: int, world: int, sizes: dict[str, int], recompute: str) -> dict
     results = {}
     for exchange in EXCHANGES:
         mesh = build_mesh(ParallelConfig(**sizes, cp_exchange=exchange), world)
-        model = build(ModelConfig(**MODELS["dropout"]), mesh=mesh, dtype=torch.float32, recompute=recompute)
+        model = build(ModelConfig(**CONFIGS["dropout"]), mesh=mesh, dtype=torch.float32, recompute=recompute)
         before = torch.get_rng_state()
         loss, _, _, gradients = run(model, mesh, "dropout", 3)
         assert torch.equal(before, torch.get_rng_state()), "a mask was drawn from the process's generator"
@@ -156,7 +165,9 @@ def narrow(rank: int, world: int, sizes: dict[str, int], recompute: str) -> dict
     return results
 
 
-@pytest.mark.parametrize(("sizes", "recompute"), [({"cp": 2}, "none"), ({"cp": 2, "tp": 2}, "full")])
+@pytest.mark.parametrize(("sizes", "recompute"), [
+    ({"cp": 2}, "none"), ({"cp": 2, "tp": 2, "sequence_parallel": False}, "full"),
+])  # fmt: skip
 def test_masks_are_those_of_one_process(sizes: dict[str, int], recompute: str) -> None:
     """The same weights and elements fall, so the loss is that of one process up to fp32 rounding; bits repeat."""
     expected = narrow(0, 1, {}, "none")["ring"][0]
@@ -179,7 +190,7 @@ def second_document(rank: int, world: int) -> bool:
     for exchange in EXCHANGES:
         mesh = build_mesh(ParallelConfig(cp=world, cp_exchange=exchange), world)
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            model = build(ModelConfig(**MODELS["packed"]), mesh=mesh, dtype=dtype)
+            model = build(ModelConfig(**CONFIGS["packed"]), mesh=mesh, dtype=dtype)
             with torch.no_grad():
                 first, second = (model(tokens, **packed) for tokens in (inputs["tokens"], other))
             assert not torch.equal(first[0, :8], second[0, :8])
@@ -189,6 +200,33 @@ def second_document(rank: int, world: int) -> bool:
 
 def test_documents_do_not_see_each_other_over_ranks() -> None:
     assert run_ranks(second_document, 2) == [True, True]
+
+
+def kept(rank: int, world: int) -> dict[str, int]:
+    """Bytes that the core keeps for backward, each tensor once."""
+    results = {}
+    for exchange in ("ring", "all_gather"):
+        mesh = build_mesh(ParallelConfig(cp=world, cp_exchange=exchange), world)
+        tensors: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, seen: dict[int, int] = tensors) -> torch.Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        q = torch.randn(2, 2, 8, 3, 8).bfloat16().requires_grad_()
+        k, v = (torch.randn(2, 2, 8, width).bfloat16().requires_grad_() for width in (8, 6))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention_context.attend(q, k, v, attention_context.Call(mesh, attention_blocks, None, None))
+        results[exchange] = sum(tensors.values()) - out.numel() * 2
+        assert out.untyped_storage().data_ptr() in tensors, "the output is kept twice: here and as a linear's input"
+    return results
+
+
+def test_kept_for_backward() -> None:
+    """Own q, k, v and a log-sum-exp in fp32; the output is the next linear's input."""
+    groups, r, tokens = 2 * 2, 3, 8
+    expected = groups * tokens * (r * 8 + 8 + 6) * 2 + groups * tokens * r * 4
+    assert run_ranks(kept, 2) == [{"ring": expected, "all_gather": expected}] * 2
 
 
 def recorded(rank: int, world: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
