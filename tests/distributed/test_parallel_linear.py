@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.core.layout import layout_of
 from megafp8.fp8 import LinearState, QuantizedTensor, backend, recipe, update_states
 from megafp8.nn import gemm
+from megafp8.nn import loss as loss_module
 from megafp8.nn.deferred import WeightGrads, deferring
+from megafp8.nn.kernels import Kernels
 from megafp8.nn.linear import ColumnLinear, RowLinear
+from megafp8.nn.loss import Output
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.parallel.collectives import all_gather
 from megafp8.parallel.mesh import Mesh, build_mesh
@@ -235,3 +240,42 @@ def shared_scale(rank: int, world: int, amax_group: str) -> float:
 def test_amaxes_are_joined_over_the_ranks_asked_for() -> None:
     assert run_ranks(shared_scale, 4, "all") == [448 / 4] * 4
     assert run_ranks(shared_scale, 4, "tp") == [448 / 2] * 2 + [448 / 4] * 2  # each replica has its own
+
+
+class _CountGemms(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
+
+
+def loss_traffic(rank: int, world: int, sequence_parallel: bool) -> tuple[list[Any], int]:
+    """What the loss sends in a forward pass, each with the number of GEMMs before it, and how many GEMMs there are."""
+    mesh = build_mesh(ParallelConfig(tp=world, sequence_parallel=sequence_parallel), world)
+    layer = Output(40, H, tied=None, std=0.5, mesh=mesh, dtype=torch.float32, kernels=Kernels(compiled=False))
+    fill(layer, mesh)
+    loss_module.CHUNK_ELEMENTS["cpu"] = 20 * 8  # chunks of 8 tokens
+    sent: list[Any] = []
+    gemms = _CountGemms()
+
+    def logged(name: str, function: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
+        sent.append((name, tuple(tensor.shape), gemms.count))
+        return function(tensor, *args)
+
+    for name in ("all_gather", "all_reduce_", "start_sum"):
+        setattr(loss_module, name, partial(logged, name, getattr(loss_module, name)))
+    x = my_part(ColumnLinear, "input", values((S, B, H), 5).float(), mesh).requires_grad_()
+    with gemms:
+        layer.loss(x, torch.zeros(B, S, dtype=torch.int64), 1.0)
+    return sent, gemms.count
+
+
+def test_logits_are_never_gathered_and_the_sum_starts_before_the_last_gemm() -> None:
+    """Two chunks of three GEMMs: logits, gradient of the input, gradient of the weight."""
+    for sequence_parallel in (True, False):
+        sent, gemms = run_ranks(loss_traffic, 2, sequence_parallel)[0]
+        assert gemms == 6
+        gathered = [("all_gather", (S * B // 2, H), 0)] if sequence_parallel else []
+        joined_numbers = [[("all_reduce_", (8, 1), n), ("all_reduce_", (8, 2), n)] for n in (1, 4)]
+        assert sent == [*gathered, *joined_numbers[0], *joined_numbers[1], ("start_sum", (S * B, H), 5)]
