@@ -198,6 +198,16 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
     return {f"layers.{i}.mlp.experts.{name}": shape for i in layers for name, shape in kinds.items()}
 
 
+def fp8_shapes(config: ModelConfig, *, tp: int = 1, etp: int = 1) -> dict[str, tuple[int, int, str]]:
+    """All GEMMs that FP8 may take, in layer order; experts' with the dims that one of `etp` ranks has, split ""."""
+    experts = {
+        name: (inputs // etp if side == "in" else inputs, outputs // etp if side == "out" else outputs, "")
+        for name, (inputs, outputs, side) in expert_shapes(config).items()
+    }
+    shapes = gemm_shapes(config, tp=tp) | experts
+    return dict(sorted(shapes.items(), key=lambda item: int(item[0].split(".")[1])))
+
+
 def _attention_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int, str]]:
     hidden, mla = config.hidden_size, config.mla
     if not mla.enabled:
@@ -273,7 +283,7 @@ def check_model(
         problems += sequence_problems(sequence_length, cp=cp, shards=ranks, experts=split_anyway)
     problems += exchange_problems(cp_exchange, cp=cp, tp=tp, num_heads=config.num_attention_heads)
     if precision is not None and not problems:
-        shapes = gemm_shapes(config, tp=tp)
+        shapes = fp8_shapes(config, tp=tp, etp=etp or tp)
         plan, misses = plan_gemms(precision, list(shapes), config.num_layers)
         problems += misses + dim_problems(plan, shapes, tp) + backend_problems(precision)
     return problems

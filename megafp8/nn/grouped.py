@@ -1,19 +1,24 @@
 """The experts' GEMMs: rows grouped by expert times that expert's matrix, one autograd function for all of them.
 
-On a CPU a loop over the experts, each writing into its piece of the result; on a GPU torch's grouped GEMM, which reads
-the group sizes on the device, for the dtypes and dims that it takes. An expert without rows costs nothing and gets a
-zero gradient. Weight gradients go into the current store of nn/deferred, if there is one.
+In the compute dtype: on a CPU a loop over the experts, each writing into its piece of the result; on a GPU torch's
+grouped GEMM, which reads the group sizes on the device, for the dtypes and dims that it takes. In FP8 (fp8/grouped) a
+loop over the experts everywhere. An expert without rows costs nothing and gets a zero gradient. Weight gradients go
+into the current store of nn/deferred, if there is one.
 
 Shapes: R rows, E experts of this rank, K in and N out features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megafp8.fp8.grouped import grouped_dgrad, grouped_fprop, grouped_wgrad
+from megafp8.fp8.linear import LinearState
+from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.nn.deferred import current_store, deliver
 from megafp8.nn.recompute import Rebuild
 
@@ -24,13 +29,39 @@ _library_grouped_mm = getattr(torch.nn.functional, "grouped_mm", getattr(torch, 
 _LINE_BYTES = 16
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, rebuild: Rebuild | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    rebuild: Rebuild | None = None,
+    *,
+    state: LinearState | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """x [R, K], `counts` [E] int64 rows of each expert in order, times weight [E, ..., K] (flattened to N) -> [R, N].
 
-    `rebuild` makes x again in the backward pass, bit for bit, so that it is not kept.
+    Args:
+        rebuild: makes x again in the backward pass, bit for bit, so that it is not kept; in FP8 the codes are kept.
+        state: puts the GEMMs into FP8.
+        group: the ranks that hold the rows of other experts of the same layer; current scaling makes one scale of all.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight, counts, rebuild)
+    y: Tensor
+    if state is None:
+        y = _GroupedLinear.apply(x, weight, counts, rebuild)
+    else:
+        y = _QuantizedGrouped.apply(x, weight, counts, state, group, torch.is_grad_enabled())
     return y
+
+
+def _give(weight: Tensor, weight_grad: Callable[[], Tensor], *, wanted: bool) -> Tensor | None:
+    """The weight's gradient, or None where it is not wanted or goes into the current store."""
+    if not wanted:
+        return None
+    store = current_store()
+    if store is None:
+        return weight_grad()
+    store.defer(lambda: deliver(weight, weight_grad()))
+    return None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -51,13 +82,43 @@ class _GroupedLinear(torch.autograd.Function):
         def weight_grad() -> Tensor:
             return groups.transposed_times(grad, rebuild() if rebuild else saved[1]).view(weight.shape)
 
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None
-        store = current_store()
-        if store is None:
-            return dx, weight_grad(), None, None
-        store.defer(lambda: deliver(weight, weight_grad()))
-        return dx, None, None, None
+        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None
+
+
+class _QuantizedGrouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        state: LinearState,
+        group: dist.ProcessGroup | None,
+        record: bool,
+    ) -> Tensor:
+        sizes = counts.tolist()
+        codes = state.quantize("input", x.detach(), record=record, group=group)
+        matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record)
+        ctx.state, ctx.group, ctx.sizes, ctx.matrices, ctx.weight = state, group, sizes, matrices, weight
+        ctx.x_format, ctx.x_dtype = codes.format, x.dtype
+        # through save_for_backward, so that activation recompute can free and remake it
+        ctx.save_for_backward(codes.data, codes.scale_inv)
+        return grouped_fprop(state.backend, codes, matrices, sizes, x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        state, sizes, weight, (data, scale_inv) = ctx.state, ctx.sizes, ctx.weight, ctx.saved_tensors
+        grad = state.quantize("grad_output", grad_output.contiguous(), record=True, group=ctx.group)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grouped_dgrad(state.backend, grad, ctx.matrices, sizes, ctx.x_dtype)
+        x = QuantizedTensor(data, scale_inv, ctx.x_format)
+
+        def weight_grad() -> Tensor:
+            return grouped_wgrad(state.backend, grad, x, sizes, weight.dtype).view(weight.shape)
+
+        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None
 
 
 class Groups:
@@ -79,9 +140,10 @@ class Groups:
         """grad [R, N] transposed times x [R, K], run by run -> [E, N, K]; zero where a run is empty."""
         if _by_library(grad, x):
             return _library_grouped_mm(grad.t(), x, offs=self._ends())  # type: ignore[misc]
-        out = x.new_zeros((len(self.counts), grad.shape[1], x.shape[1]))
+        out = x.new_empty((len(self.counts), grad.shape[1], x.shape[1]))
         for expert, rows in self._runs():
             torch.mm(grad[rows].t(), x[rows], out=out[expert])
+        out[self.counts == 0] = 0
         return out
 
     def _ends(self) -> Tensor:

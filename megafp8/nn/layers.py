@@ -256,6 +256,7 @@ class OwnLayers:
             mesh=self.mesh,
             dtype=self.dtype,
             kernels=self.kernels,
+            states=(self.states.get(f"{name}.experts.gate_up"), self.states.get(f"{name}.experts.down")),
         )
         router = Router(s.hidden_size, moe, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
         width = moe.shared_ffn_hidden_size

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megafp8.core.layout import Layout
+from megafp8.fp8.linear import LinearState
 from megafp8.nn.context import Context
 from megafp8.nn.grouped import grouped_linear
 from megafp8.nn.kernels import Kernels
@@ -30,7 +31,8 @@ Tensor = torch.Tensor
 class Experts(nn.Module):
     """Gated MLPs side by side; parameters: gate_up [E, 2, F, H] (gate first) and down [E, H, F].
 
-    A rank has E / ep of them, and F / etp of each: results are then partial sums.
+    A rank has E / ep of them, and F / etp of each: results are then partial sums. `states` put gate_up
+    and down into FP8.
     """
 
     recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
@@ -46,6 +48,7 @@ class Experts(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         kernels: Kernels,
+        states: tuple[LinearState | None, LinearState | None] = (None, None),
     ) -> None:
         super().__init__()
         split = {0: "ep", 2: "etp"}
@@ -53,15 +56,16 @@ class Experts(nn.Module):
         self.gate_up = declare(gate_up, Init(std), mesh=mesh, dtype=dtype)
         down = Layout((num_experts, hidden_size, ffn_hidden_size), split)
         self.down = declare(down, Init(down_std), mesh=mesh, dtype=dtype)
-        self.kernels = kernels
+        self.mesh, self.kernels, self.states = mesh, kernels, states
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [R, H], `counts` [E / ep] rows of each expert in order -> [R, H], summed over this rank's part of F."""
-        gates = grouped_linear(x, self.gate_up, counts)
+        group = self.mesh.group_of(("ep", "etp"))
+        gates = grouped_linear(x, self.gate_up, counts, state=self.states[0], group=group)
         gates = gates.unflatten(1, (2, gates.shape[1] // 2))  # a rank may have no tokens: -1 would be ambiguous
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
         again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
-        return grouped_linear(hidden, self.down, counts, again)
+        return grouped_linear(hidden, self.down, counts, again, state=self.states[1], group=group)
 
 
 class MoE(nn.Module):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megafp8.core.layout import layout_of
+from megafp8.fp8.linear import update_states
 from megafp8.models import ModelConfig, build
 from megafp8.nn.balance import BATCH_AXES, begin_step, routers_of, update_balance
+from megafp8.nn.precision import PrecisionConfig
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.collectives import all_gather, all_gather_uneven, all_reduce_, all_to_all, reduce_scatter_uneven
 from megafp8.parallel.expert import plan_dispatch
@@ -135,6 +137,37 @@ def test_the_data_tests_something(alone: dict[str, Any]) -> None:
         assert (alone[name]["tally"][:, 4] > 10).all()  # dropped
     assert any(abs(value) > 0.05 for bias in alone["deepseek"]["bias"] for value in bias)
     assert alone["switch"]["tally"][0, -2] > 1 and alone["switch"]["tally"][0, -1] > 0
+
+
+# --- FP8 ---
+
+
+def fp8_losses(rank: int, world: int, parallel: Values) -> list[float]:
+    """Losses of three passes with delayed scaling, scales updated between them."""
+    mesh = build_mesh(ParallelConfig(**parallel), world)
+    moe = {"num_experts": 4, "ffn_hidden_size": 64, "num_shared_experts": 1}
+    config = ModelConfig(**(SMALL | {"hidden_size": 64, "moe": moe}))
+    precision = PrecisionConfig(recipe="delayed", emulation="exact")
+    model = build(config, mesh=mesh, precision=precision, dtype=torch.float32)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for _ in range(3):
+        loss, count = model(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        update_states(model.fp8_states.values(), mesh.group_of(BATCH_AXES))
+        losses.append(float(loss.detach() / count))
+        for state in model.fp8_states.values():
+            state.drop_weight_cache()
+    return losses
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 2, "etp": 1}, {"tp": 2}], ids=str)
+def test_fp8_experts_equal_one_process(parallel: Values) -> None:
+    """As in test_tp_parity: one flip of a rounding in 10^6 elements may move the loss by 1e-3; scales of a rank's own
+    experts alone move every element."""
+    alone, split = run_ranks(fp8_losses, 1, {})[0], run_ranks(fp8_losses, 2, parallel)
+    assert split[0] == split[1] and split[0][0] != split[0][1]
+    assert split[0] == pytest.approx(alone, abs=1e-3)
 
 
 # --- exchanges ---

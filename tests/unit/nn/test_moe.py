@@ -301,6 +301,13 @@ def test_dense_layers_beside_layers_with_experts() -> None:
     assert names["layers.1.mlp.experts.gate_up"].shape == (4, 2, 48, 32)
 
 
+def test_experts_without_any_row() -> None:
+    experts = model_of().layers[0].mlp.experts
+    y = experts(torch.zeros(0, 32, dtype=torch.float64, requires_grad=True), torch.zeros(4, dtype=torch.int64))
+    y.sum().backward()
+    assert y.shape == (0, 32) and not experts.gate_up.grad.any() and not experts.down.grad.any()
+
+
 def test_initial_experts_differ() -> None:
     down = model_of().layers[0].mlp.experts.down
     assert len({tuple(expert.flatten()[:4].tolist()) for expert in down}) == 4
