@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafp8.core.errors import ConfigError
-from megafp8.models.config import ModelConfig, check_model, fp8_shapes
+from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
 from megafp8.models.decoder import Decoder
 from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import ModelShape, OwnLayers
@@ -86,7 +86,7 @@ def build_stages(
     _refuse(config, mesh, precision)
     states = linear_states(
         precision or PrecisionConfig(),
-        fp8_shapes(config, tp=tp, etp=mesh.size("etp")),
+        quantizable_shapes(config, tp=tp, etp=mesh.size("etp")),
         num_layers=config.num_layers,
         tp=tp,
         device=device,

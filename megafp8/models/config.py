@@ -198,7 +198,7 @@ def expert_shapes(config: ModelConfig) -> dict[str, tuple[int, int, str]]:
     return {f"layers.{i}.mlp.experts.{name}": shape for i in layers for name, shape in kinds.items()}
 
 
-def fp8_shapes(config: ModelConfig, *, tp: int = 1, etp: int = 1) -> dict[str, tuple[int, int, str]]:
+def quantizable_shapes(config: ModelConfig, *, tp: int = 1, etp: int = 1) -> dict[str, tuple[int, int, str]]:
     """All GEMMs that FP8 may take, in layer order; experts' with the dims that one of `etp` ranks has, split ""."""
     experts = {
         name: (inputs // etp if side == "in" else inputs, outputs // etp if side == "out" else outputs, "")
@@ -283,7 +283,7 @@ def check_model(
         problems += sequence_problems(sequence_length, cp=cp, shards=ranks, experts=split_anyway)
     problems += exchange_problems(cp_exchange, cp=cp, tp=tp, num_heads=config.num_attention_heads)
     if precision is not None and not problems:
-        shapes = fp8_shapes(config, tp=tp, etp=etp or tp)
+        shapes = quantizable_shapes(config, tp=tp, etp=etp or tp)
         plan, misses = plan_gemms(precision, list(shapes), config.num_layers)
         problems += misses + dim_problems(plan, shapes, tp) + backend_problems(precision)
     return problems

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megafp8.core.errors import DataError
 from megafp8.data.indexed import IndexedDataset
-from megafp8.models.config import fp8_shapes
+from megafp8.models.config import quantizable_shapes
 from megafp8.models.cost import checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
 from megafp8.nn.precision import plan_gemms
 from megafp8.parallel.mesh_config import axis_sizes, check_mesh
@@ -58,7 +58,7 @@ def _model_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _precision_rows(config: RunConfig) -> list[tuple[str, str]]:
     precision = config.precision
-    names = list(fp8_shapes(config.model))
+    names = list(quantizable_shapes(config.model))
     plan, _ = plan_gemms(precision, names, config.model.num_layers)
     counts: dict[str, int] = {}
     for name in names:

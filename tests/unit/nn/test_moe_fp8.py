@@ -12,7 +12,7 @@ from megafp8.fp8.backend import backend
 from megafp8.fp8.linear import LinearState, update_states
 from megafp8.fp8.recipe import recipe
 from megafp8.models import ModelConfig, build, check_model
-from megafp8.models.config import fp8_shapes
+from megafp8.models.config import quantizable_shapes
 from megafp8.nn.deferred import WeightGrads, deferring
 from megafp8.nn.grouped import grouped_linear
 from megafp8.nn.precision import PrecisionConfig, plan_gemms, precision_rows
@@ -25,7 +25,7 @@ CONFIG = build_config(ModelConfig, SMALL)
 
 
 def test_plan_knows_experts() -> None:
-    names = list(fp8_shapes(CONFIG))
+    names = list(quantizable_shapes(CONFIG))
     assert [name.split(".", 2)[2] for name in names if name.startswith("layers.1.")] == [
         "attention.qkv", "attention.out", "mlp.experts.gate_up", "mlp.experts.down",
     ]  # fmt: skip
