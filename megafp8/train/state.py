@@ -33,6 +33,7 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
 
 def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
     """Write <run>/checkpoints/step_<step>; collective. `progress` goes into the manifest beside the config."""
+    parts.optimizer.wait()  # no weights are on their way while ranks write, nor when a run ends after this
     tensors, layouts = tensors_of(parts)
     meta = {
         "step": step,

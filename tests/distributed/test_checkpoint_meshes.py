@@ -6,6 +6,8 @@ Sizes are primes where they may be, so that pieces are uneven and some are empty
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from megafp8 import checkpoint
+from megafp8.checkpoint import storage_writer
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout, stamp
 from megafp8.optim.adamw import AdamW
@@ -29,7 +32,7 @@ LAYERS, EXPERTS = 4, 4
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "dp2 zero": (2, {"dp": 2, "dp_shard": "optimizer"}),
-    "dp3 zero": (3, {"dp": 3, "dp_shard": "optimizer"}),
+    "dp5 zero": (5, {"dp": 5, "dp_shard": "optimizer"}),
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),
     "ep2": (2, {"dp": 2, "ep": 2}),
@@ -172,3 +175,40 @@ def test_differences_are_those_of_all_ranks_together_each_named_once(checkpoints
         assert first.count(f"layers.{layer}.mlp_norm.weight has shape (9,) here, (3,) there") == 1
     assert first.count("optimizer.exp_avg.embedding.weight is in the checkpoint only") == 1
     assert "exp_avg_sq" not in first
+
+
+def killed(rank: int, world: int, root: str, victim: int, moment: str) -> str:
+    """Save a second step; `victim` is killed at a moment of it."""
+    mesh, shard = mesh_of("tp2 pp2 etp1", world)
+    optimizer, _ = optimizer_on(mesh, shard)
+    real = getattr(storage_writer, "write_atomic" if moment == "commit" else "write_piece_file")
+
+    def die(*arguments: Any) -> None:
+        if moment == "after writing":
+            real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        setattr(storage_writer, real.__name__, die)
+    return str(checkpoint.save(root, 6, optimizer.tensors(), optimizer.layouts(), mesh, {}))
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        pytest.param(3, "before writing", marks=pytest.mark.slow),
+        (2, "after writing"),
+        pytest.param(0, "commit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_while_saving_costs_no_checkpoint(tmp_path, victim, moment):
+    kind, world = "tp2 pp2 etp1", 4
+    old = run_ranks(saved, world, kind, str(tmp_path))[0]
+    root = Path(old).parent
+    with pytest.raises(AssertionError, match=f"rank {victim} died with exit code -9"):
+        run_ranks(killed, world, str(root), victim, moment)
+    assert str(checkpoint.latest(root)) == old  # nothing that looks like a newer one
+    checkpoint.verify(Path(old))
+    new = run_ranks(killed, world, str(root), -1, moment)[0]
+    assert checkpoint.verify(Path(new)).step == 6
+    assert sorted(os.listdir(root)) == [Path(old).name, Path(new).name]  # and the leftovers are gone

@@ -13,7 +13,9 @@ from megafp8.optim.config import OptimizerConfig
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.mesh_config import ParallelConfig
+from megafp8.parallel.pieces import own_piece
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_checkpoint_meshes import MESHES, layouts_of, mesh_of, value
 
 LAYOUTS = {
     "rows": Layout((8, 6), {0: "tp"}),
@@ -54,6 +56,33 @@ def test_every_element_counts_once(world, tp):
     assert len(set(results)) == 1  # bit for bit the same everywhere
     # 117 squares, summed in another order: 117 roundings
     assert results[0] == (pytest.approx(expected, rel=117 * 2**-53), True)
+
+
+def norm_on(rank: int, world: int, kind: str, frozen: str) -> tuple[float, bool]:
+    """The norm on a mesh of any kind, from pieces of the same whole gradients; `frozen` parameters have none."""
+    mesh, shard = mesh_of(kind, world)
+    named = []
+    for name, layout in layouts_of(mesh).items():
+        param = nn.Parameter(torch.zeros(layout.local_shape(mesh)), requires_grad=name.split(".")[-2] != frozen)
+        stamp(param, layout)
+        named.append((name, param))
+    GradBuckets(named, mesh, shard=shard)
+    for name, param in named:
+        if param.requires_grad:
+            piece = own_piece(param)
+            piece.grad.copy_(value(name, piece.layout)[piece.layout.local_slices(mesh)])
+    return tuple(grad_norm(named, mesh))
+
+
+@pytest.mark.parametrize("frozen", ["", "out"])
+@pytest.mark.parametrize("kind", ["ep2 zero", "cp2 zero", "pp2 dp2 zero", "tp2 pp2 etp1"])
+def test_every_element_counts_once_on_any_mesh(kind, frozen):
+    trained = {n: s for n, s in layouts_of(Mesh.single()).items() if n.split(".")[-2] != frozen}
+    expected = torch.cat([value(name, layout).double().flatten() for name, layout in trained.items()]).norm().item()
+    results = run_ranks(norm_on, MESHES[kind][0], kind, frozen)
+    assert len(set(results)) == 1
+    # 6,000 squares of like size, summed in another order: their roundings add up as a random walk at the most
+    assert results[0] == (pytest.approx(expected, rel=1e-13), True)
 
 
 @pytest.mark.parametrize("name", ["whole", "columns"])
