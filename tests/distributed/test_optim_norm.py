@@ -124,7 +124,7 @@ def test_five_steps_equal_one_process(world, tp):
         # Sums of 8 gradients in another order differ by 8 * 2**-53 = 1e-15 relative, Adam's step by as much
         # where |gradient| >> eps; 1e-12 leaves room for elements where the terms cancel to a thousandth.
         assert seen == pytest.approx(expected_norms, rel=1e-12) and seen == results[0][1]
-        for name, value in params.items():
+        for name, found in params.items():
             split = next(iter(LAYOUTS[name].split), None)
             want = expected[name] if split is None else expected[name].chunk(tp, split)[coord]
-            assert (value - want).abs().max() < 1e-12, name
+            assert (found - want).abs().max() < 1e-12, name
