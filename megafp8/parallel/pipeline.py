@@ -107,6 +107,8 @@ class Pipeline:
         group, key = self.mesh.group("pp"), (wire.shape, wire.dtype, micro_batches, forward_only)
         if group is None or key in self._agreed:
             return
+        if not self._agreed:
+            self.links.open(wire.device)
         dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         numbers = [len(wire.shape), *wire.shape, dtypes.index(wire.dtype), micro_batches, int(forward_only)]
         mine = torch.tensor(numbers + [-1] * (12 - len(numbers)))
@@ -133,6 +135,19 @@ class _Links:
                 group = dist.new_group(members, timeout=mesh.timeout, group_desc=name)
                 if mesh.rank in line and self._rank in pair:
                     self._directed[pair] = group
+
+    def open(self, device: torch.device) -> None:
+        """Make the connections, which NCCL does at a group's first message, where it waits for the other end.
+
+        All ranks meet link by link in one order, so none waits in a circle, as they could within a schedule.
+        """
+        token = torch.zeros(1, device=device)
+        if not self._directed:
+            all_reduce_(token, self._group)
+        for source, target in sorted(self._directed):
+            work = self.send(token, target) if source == self._rank else self.receive(token, source)
+            if work is not None:
+                work.wait()
 
     def send(self, tensor: Tensor, target: int) -> dist.Work | None:
         group = self._directed[self._rank, target]
