@@ -82,6 +82,16 @@ def test_epochs_serve_every_sample_once(prefix: Path) -> None:
     assert len({tuple(row) for row in first}) == n
 
 
+def test_ranks_go_on_together_where_the_corpus_does_not_divide(prefix: Path) -> None:
+    """R108: an epoch is no multiple of the step; samples of the next one fill it, and every rank has as many."""
+    n = SampleStream(IndexedDataset(prefix), 16, seed=1).num_samples
+    assert n % 8
+    ranks = [make(prefix, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for _ in range(3 * n // 8 + 1):
+        served = [ids(loader.next_step()) for loader in ranks]
+        assert [len(numbers) for numbers in served] == [4, 4] and not set(served[0]) & set(served[1])
+
+
 def test_segments_and_positions() -> None:
     tokens = np.asarray([[5, 6, EOD, 7, EOD, EOD, 8, 9]])
     segment_ids, positions = segments(tokens, EOD)
