@@ -125,10 +125,10 @@ def test_on_the_same_mesh_a_resumed_run_has_the_bits_of_one_that_went_through(tm
     world = WORLDS.get(mesh, 2)
     through = run_ranks(straight, world, model, mesh, str(tmp_path), "fp32")
     again = run_ranks(resumed, world, model, mesh, [str(tmp_path)], "fp32")
-    for (losses, state), [(later, restored)] in zip(through, again):
+    for (losses, whole), [(later, restored)] in zip(through, again):
         assert later == losses[2:]
-        assert restored.keys() == state.keys() and any("exp_avg_sq" in name for name in state)
-        assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())
+        assert restored.keys() == whole.keys() and any("exp_avg_sq" in name for name in whole)
+        assert all(torch.equal(restored[name], tensor) for name, tensor in whole.items())
 
 
 def pairs(model: str, meshes: list[str], tmp_path: Path) -> None:

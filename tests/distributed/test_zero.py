@@ -101,7 +101,8 @@ def overlapped(rank: int, world: int) -> dict[str, Any]:
     seen = {"reduced": before_finish, "step": list(gather.events)}
     model.layers[0].register_forward_hook(lambda *_: seen.update(layer=list(gather.events)))
     model(batch(1)[:, :-1], batch(1)[:, 1:])
-    return {**seen, "end": list(gather.events)}
+    seen["state"] = sum(tensor.numel() for tensor in optimizer.tensors().values())
+    return {**seen, "end": list(gather.events), "parameters": sum(p.numel() for _, p in named)}
 
 
 def test_communication_starts_before_backward_and_ends_within_the_next_forward():
@@ -115,6 +116,7 @@ def test_communication_starts_before_backward_and_ends_within_the_next_forward()
         assert sorted(number for kind, number in seen["end"] if kind == "done") == list(range(last + 1))
         starts = [number for kind, number in seen["end"] if kind == "start"]
         assert starts == list(range(last + 1))  # one order on all ranks
+        assert seen["state"] < 3 * seen["parameters"] * 0.51  # masters and two moments of half of them
 
 
 def used_too_early(rank: int, world: int) -> str:
