@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,11 @@ class Report:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Ranks of one data-parallel replica times `parallel.dp`, where 0 counts as 1."""
+    """The fewest ranks that the mesh fits on, where `parallel.dp` 0 leaves the number of replicas open."""
     p = config.parallel
-    return p.pp * p.cp * p.tp * max(1, p.dp)
+    experts = p.ep * (p.etp or p.tp)
+    dp = p.dp or experts // math.gcd(experts, p.cp * p.tp)
+    return p.pp * p.cp * p.tp * dp
 
 
 def dry_run(config: RunConfig, world: int) -> Report:
