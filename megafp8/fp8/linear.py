@@ -58,6 +58,8 @@ class LinearState:
         keeps_weight: the quantized weight is kept for the step. Else, as where a weight's memory is given away between
             its passes (full sharding), it is made again for each use, until the cache is dropped with the same scale.
         observer: called with (role, x, quantized, amax) at every quantization while statistics are armed.
+        shared_widely: whether amaxes of delayed scaling, if shared, are shared by all ranks of a pipeline stage and not
+            by those of tp alone.
     """
 
     name: str
@@ -65,6 +67,7 @@ class LinearState:
     backend: Backend
     device: torch.device | str = "cpu"
     observer: Observer | None = None
+    shared_widely: bool = True
     roles: dict[str, RoleState] = field(init=False)
     _cached: _CachedWeight | None = field(init=False, default=None)
     keeps_weight: bool = field(init=False, default=True)
@@ -86,6 +89,10 @@ class LinearState:
         Not so for delayed scaling without `reduce_amax`: there every rank has a scale of its own.
         """
         return self.roles[role].scale is None or self.recipe.shares_amax
+
+    def one_scale_everywhere(self, role: str) -> bool:
+        """`one_scale` for any ranks of a pipeline stage."""
+        return self.roles[role].scale is None or (self.recipe.shares_amax and self.shared_widely)
 
     def quantize(
         self, role: str, x: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None

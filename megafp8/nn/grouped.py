@@ -37,6 +37,7 @@ def grouped_linear(
     *,
     state: LinearState | None = None,
     group: dist.ProcessGroup | None = None,
+    codes: QuantizedTensor | None = None,
 ) -> Tensor:
     """x [R, K], `counts` [E] int64 rows of each expert in order, times weight [E, ..., K] (flattened to N) -> [R, N].
 
@@ -44,12 +45,13 @@ def grouped_linear(
         rebuild: makes x again in the backward pass, bit for bit, so that it is not kept; in FP8 the codes are kept.
         state: puts the GEMMs into FP8.
         group: the ranks that hold the rows of other experts of the same layer; current scaling makes one scale of all.
+        codes: x, where it is quantized already; x itself then has no values.
     """
     y: Tensor
     if state is None:
         y = _GroupedLinear.apply(x, weight, counts, rebuild)
     else:
-        y = _QuantizedGrouped.apply(x, weight, counts, state, group, torch.is_grad_enabled())
+        y = _QuantizedGrouped.apply(x, weight, counts, state, group, codes, torch.is_grad_enabled())
     return y
 
 
@@ -94,10 +96,12 @@ class _QuantizedGrouped(torch.autograd.Function):
         counts: Tensor,
         state: LinearState,
         group: dist.ProcessGroup | None,
+        codes: QuantizedTensor | None,
         record: bool,
     ) -> Tensor:
         sizes = counts.tolist()
-        codes = state.quantize("input", x.detach(), record=record, group=group)
+        if codes is None:
+            codes = state.quantize("input", x.detach(), record=record, group=group)
         matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record)
         ctx.state, ctx.group, ctx.sizes, ctx.matrices, ctx.weight = state, group, sizes, matrices, weight
         ctx.x_format, ctx.x_dtype = codes.format, x.dtype
@@ -118,7 +122,7 @@ class _QuantizedGrouped(torch.autograd.Function):
         def weight_grad() -> Tensor:
             return grouped_wgrad(state.backend, grad, x, sizes, weight.dtype).view(weight.shape)
 
-        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None
+        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None, None
 
 
 class Groups:

@@ -13,16 +13,17 @@ from torch import nn
 
 from megafp8.core.layout import Layout
 from megafp8.fp8.linear import LinearState
+from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.nn.context import Context
 from megafp8.nn.grouped import grouped_linear
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.mlp import SwiGLU, activation
 from megafp8.nn.parameter import Init, declare
-from megafp8.nn.permute import combine, spread
+from megafp8.nn.permute import combine, send_codes, spread
 from megafp8.nn.recompute import Rebuild
 from megafp8.nn.router import Router
 from megafp8.parallel.collectives import join_from, split_to
-from megafp8.parallel.expert import plan_dispatch
+from megafp8.parallel.expert import Dispatch, plan_dispatch
 from megafp8.parallel.mesh import Mesh
 
 Tensor = torch.Tensor
@@ -58,10 +59,20 @@ class Experts(nn.Module):
         self.down = declare(down, Init(down_std), mesh=mesh, dtype=dtype)
         self.mesh, self.kernels, self.states = mesh, kernels, states
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def send(self, tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, QuantizedTensor | None]:
+        """Tokens [N, H] to the ranks of their experts: rows [R, H], and their codes if they travelled as such.
+
+        They do where FP8 has one scale on all these ranks, so that codes made there mean the same here.
+        """
+        state, group = self.states[0], self.mesh.group_of(("ep", "etp"))
+        if state is None or group is None or not state.one_scale_everywhere("input"):
+            return dispatch.send(spread(tokens, dispatch)), None
+        return send_codes(tokens, dispatch, state, group)
+
+    def forward(self, x: Tensor, counts: Tensor, codes: QuantizedTensor | None = None) -> Tensor:
         """x [R, H], `counts` [E / ep] rows of each expert in order -> [R, H], summed over this rank's part of F."""
         group = self.mesh.group_of(("ep", "etp"))
-        gates = grouped_linear(x, self.gate_up, counts, state=self.states[0], group=group)
+        gates = grouped_linear(x, self.gate_up, counts, state=self.states[0], group=group, codes=codes)
         gates = gates.unflatten(1, (2, gates.shape[1] // 2))  # a rank may have no tokens: -1 would be ambiguous
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
         again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
@@ -82,8 +93,8 @@ class MoE(nn.Module):
         again = None if rebuild is None else lambda: self._share(rebuild())
         route = self.router(tokens, context, again)
         dispatch = plan_dispatch(route.experts, route.kept, self.router.rules.num_experts, self.mesh)
-        rows = dispatch.send(spread(tokens.flatten(0, 1), dispatch))
-        rows = self.experts(rows, dispatch.counts)
+        rows, codes = self.experts.send(tokens.flatten(0, 1), dispatch)
+        rows = self.experts(rows, dispatch.counts, codes)
         branch = combine(dispatch.bring_back(rows), route.weights, dispatch).view(tokens.shape)
         if self.takes_share:
             branch = join_from(branch, self.mesh, "tp", 0)

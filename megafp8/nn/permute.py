@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megafp8.fp8.linear import LinearState
+from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.parallel.expert import Dispatch
 
 Tensor = torch.Tensor
@@ -21,6 +24,23 @@ def spread(x: Tensor, dispatch: Dispatch) -> Tensor:
     """Tokens [N, H] -> the rows [R, H] that travel, by expert."""
     result: Tensor = _Spread.apply(x, dispatch.order, dispatch.places, dispatch.kept)
     return result
+
+
+def send_codes(
+    x: Tensor, dispatch: Dispatch, state: LinearState, group: dist.ProcessGroup | None
+) -> tuple[Tensor, QuantizedTensor]:
+    """Tokens [N, H] to their experts as FP8 codes: each token is quantized once, and one byte an element travels.
+
+    Gradients come back in x's dtype.
+
+    Returns:
+        rows [R', H] of this rank's experts without values, for the gradient alone; and their codes.
+    """
+    codes = state.quantize("input", x.detach(), record=torch.is_grad_enabled(), group=group)
+    sent = codes.to_bytes().index_select(0, dispatch.order // dispatch.places.shape[1])
+    there = dispatch.there(sent)
+    rows: Tensor = _Stand.apply(x, len(there), dispatch, dispatch.places, dispatch.kept)
+    return rows, codes.with_bytes(there)
 
 
 def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
@@ -59,6 +79,21 @@ class _Spread(torch.autograd.Function):
         places, kept = ctx.saved_tensors
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         return sum_rows(grads[0], places, None if kept is None else kept.to(wide)), None, None, None
+
+
+class _Stand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, dispatch: Dispatch, places: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(places, kept)
+        ctx.dispatch = dispatch
+        return x.new_zeros(1, 1).expand(rows, x.shape[1])  # the memory of one element
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        places, kept = ctx.saved_tensors
+        grad = ctx.dispatch.back(grads[0])
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return sum_rows(grad, places, None if kept is None else kept.to(wide)), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):

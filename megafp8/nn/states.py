@@ -52,7 +52,8 @@ def linear_states(
         reason = chosen.supports(recipes[plan[name]], *local)
         if reason:
             refusals[f"{name.split('.', 2)[2]} in recipe {plan[name]}: backend {chosen.name}: {reason}"] = None
-        states[name] = LinearState(name, recipes[plan[name]], chosen, device)
+        wide = precision.amax_group == "all"
+        states[name] = LinearState(name, recipes[plan[name]], chosen, device, shared_widely=wide)
     if refusals:
         raise ConfigError("\n".join(refusals))
     event(_logger, "fp8", recipe=",".join(used), backend=chosen.name, reason=chosen.reason, linears=len(states))

@@ -46,21 +46,34 @@ class Dispatch:
     regroup: Tensor | None = None
     ungroup: Tensor | None = None
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Rows [R, H] in `order` -> the rows for this rank's experts, grouped by expert. Conjugate: `bring_back`."""
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows [R, H] of any dtype in `order` -> the rows for this rank's experts, grouped by expert; no gradient."""
         if self.sent:
-            rows = _Exchange.apply(rows, self.mesh, self.sent, self.received)
+            rows = all_to_all(rows, self.mesh.group("ep"), self.sent, self.received)
         if self.gathered:
-            rows = _GatherUneven.apply(rows, self.mesh, self.gathered)
-        return rows if self.regroup is None else _Reorder.apply(rows, self.regroup, self.ungroup)
+            rows = all_gather_uneven(rows, self.mesh.group("etp"), self.gathered)
+        return rows if self.regroup is None else rows.index_select(0, self.regroup)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Rows in the order of `there`'s -> [R, H] in `order`, summed over etp; no gradient."""
+        if self.ungroup is not None:
+            rows = rows.index_select(0, self.ungroup)
+        if self.gathered:
+            rows = reduce_scatter_uneven(rows, self.mesh.group("etp"), self.gathered)
+        return all_to_all(rows, self.mesh.group("ep"), self.received, self.sent) if self.sent else rows
+
+    def send(self, rows: Tensor) -> Tensor:
+        """`there` with a gradient. Conjugate: `bring_back`."""
+        return rows if self.is_local else _Send.apply(rows, self)
 
     def bring_back(self, rows: Tensor) -> Tensor:
-        """The experts' results, in the order of `send`'s -> [R, H] in `order`; partial sums over etp are summed."""
-        if self.ungroup is not None:
-            rows = _Reorder.apply(rows, self.ungroup, self.regroup)
-        if self.gathered:
-            rows = _ScatterUneven.apply(rows, self.mesh, self.gathered)
-        return _Exchange.apply(rows, self.mesh, self.received, self.sent) if self.sent else rows
+        """`back` with a gradient. Conjugate: `send`."""
+        return rows if self.is_local else _BringBack.apply(rows, self)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every expert is whole on this rank, so that no row travels."""
+        return not self.sent and not self.gathered
 
 
 @torch.no_grad()
@@ -119,46 +132,23 @@ def _grouping(table: Tensor) -> tuple[Tensor, Tensor]:
     return regroup, ungroup
 
 
-class _Exchange(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = mesh.group("ep"), sent, received
-        return all_to_all(x, ctx.group, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_to_all(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
-
-
-class _GatherUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = mesh.group("etp"), sizes
-        return all_gather_uneven(x, ctx.group, sizes)
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return reduce_scatter_uneven(grads[0], ctx.group, ctx.sizes), None, None
+        return ctx.dispatch.back(grads[0]), None
 
 
-class _ScatterUneven(torch.autograd.Function):
+class _BringBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = mesh.group("etp"), sizes
-        return reduce_scatter_uneven(x, ctx.group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_gather_uneven(grads[0], ctx.group, ctx.sizes), None, None
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.back(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
+        return ctx.dispatch.there(grads[0]), None

@@ -11,7 +11,9 @@ from megafp8.core.layout import layout_of
 from megafp8.fp8.linear import update_states
 from megafp8.models import ModelConfig, build
 from megafp8.nn.balance import BATCH_AXES, begin_step, routers_of, update_balance
+from megafp8.nn.context import Context
 from megafp8.nn.precision import PrecisionConfig
+from megafp8.parallel import expert
 from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.collectives import all_gather, all_gather_uneven, all_reduce_, all_to_all, reduce_scatter_uneven
 from megafp8.parallel.expert import plan_dispatch
@@ -168,6 +170,47 @@ def test_fp8_experts_equal_one_process(parallel: Values) -> None:
     alone, split = run_ranks(fp8_losses, 1, {})[0], run_ranks(fp8_losses, 2, parallel)
     assert split[0] == split[1] and split[0][0] != split[0][1]
     assert split[0] == pytest.approx(alone, abs=1e-3)
+
+
+def codes_or_values(rank: int, world: int, parallel: Values, recipe: str, emulation: str) -> None:
+    """Rows that travel as codes give the bits of rows that are quantized where they arrive."""
+    mesh = build_mesh(ParallelConfig(**parallel), world)
+    config = ModelConfig(**(SMALL | {"hidden_size": 32, "moe": {"num_experts": 4, "ffn_hidden_size": 32}}))
+    precision = PrecisionConfig(recipe=recipe, emulation=emulation)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if emulation == "fast" else torch.float32
+    moe = build(config, mesh=mesh, precision=precision, dtype=dtype).layers[0].mlp
+    results, sent = [], set()
+
+    def recorded(exchange: Any) -> Any:
+        def record(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+            sent.add(rows.dtype)
+            return exchange(rows, *rest)
+
+        return record
+
+    expert.all_to_all = recorded(expert.all_to_all)
+    expert.all_gather_uneven = recorded(expert.all_gather_uneven)
+    for as_codes in (True, False):
+        y = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
+        state = moe.experts.states[0]
+        state.one_scale_everywhere = lambda _, as_codes=as_codes: as_codes
+        sent.clear()
+        made = moe(y, Context())
+        made.sum().backward()
+        assert (torch.uint8 in sent) == as_codes, sent
+        results.append([made, y.grad, *(p.grad for p in moe.parameters())])
+        moe.zero_grad()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("parallel, recipe, emulation", [
+    ({"ep": 2}, "current", "fast"),
+    ({"tp": 2, "ep": 2, "etp": 1}, "delayed", "exact"),
+    slow({"etp": 2}, "current", "exact"), slow({"ep": 2}, "delayed", "fast"),
+], ids=str)  # fmt: skip
+def test_codes_travel_as_bytes(parallel: Values, recipe: str, emulation: str) -> None:
+    run_ranks(codes_or_values, 2, parallel, recipe, emulation)
 
 
 # --- exchanges ---
