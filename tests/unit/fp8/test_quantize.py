@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8 import TensorSpec, quantize
+from megafp8.fp8 import QuantizedTensor, TensorSpec, quantize
 from megafp8.fp8.formats import E4M3, E5M2, cast
 from megafp8.fp8.kernels import amax_of, encode
 from megafp8.fp8.recipe import scale_from_amax
@@ -85,3 +85,19 @@ def test_columnwise_holds_the_same_bytes():
     quantized = quantize(torch.randn(16, 32), TensorSpec(E4M3))
     assert torch.equal(quantized.columnwise.view(torch.uint8), quantized.data.view(torch.uint8).t())
     assert quantized.columnwise.is_contiguous()
+
+
+@FORMATS
+@pytest.mark.parametrize("as_values", [False, True])
+def test_over_the_wire_as_bytes_and_back(fmt, as_values):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
+    codes = codes[codes.float().isfinite()]
+    data = codes.bfloat16() if as_values else codes
+    sent = QuantizedTensor(data, torch.ones(1), fmt).to_bytes()
+    assert sent.dtype == torch.uint8 and sent.shape == codes.shape
+    back = QuantizedTensor(data[:1], torch.ones(1), fmt).with_bytes(sent.view(2, -1)).data
+    assert back.dtype == data.dtype and back.shape == (2, len(codes) // 2)
+    assert torch.equal(back.float().flatten(), codes.float())
+    assert torch.equal(torch.signbit(back.float()).flatten(), torch.signbit(codes.float()))
+    nan = torch.tensor([0x7F], dtype=torch.uint8)  # a gradient that broke must stay broken
+    assert QuantizedTensor(data[:1], torch.ones(1), fmt).with_bytes(nan).data.float().isnan().all()
