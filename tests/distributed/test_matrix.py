@@ -73,7 +73,9 @@ def allowed(axes: dict[str, int], options: Values) -> bool:
     heads = MODELS[options["model"]]["num_attention_heads"]
     if options["cp_exchange"] == "all_to_all" and heads // axes["tp"] % axes["cp"]:
         return False
-    return options["dp_shard"] != "full"
+    # torch's fully_shard takes gradients from the backward pass only
+    apart = axes["pp"] > 1 and options["schedule"] in ("zb_h1", "zb_v", "dualpipe_v")
+    return options["dp_shard"] != "full" or not apart
 
 
 def make_case(axes: dict[str, int], options: Values) -> Case:
