@@ -109,6 +109,26 @@ def test_cached_weight_keeps_its_own_scale():
     assert error < 0.1  # the input's scale changed, so not equal; a wrong weight scale would be off by 5,000
 
 
+def test_a_weight_that_is_not_kept_has_the_bits_and_the_history_of_one_that_is():
+    """Full sharding gives the weight's memory away between passes; three micro-batches, then the optimizer's step."""
+    states, (_, weight) = [make(amax_history_len=4) for _ in range(2)], operands()
+    states[1].keeps_weight = False
+    for factor in (1.0, 3.0):
+        with torch.no_grad():
+            weight.mul_(factor)
+        for _ in range(3):
+            copies = [weight.detach().clone() for _ in states]  # gathered anew
+            kept, made = (s.quantized_weight(w, record=True) for s, w in zip(states, (weight, copies[1]), strict=True))
+            again = states[1].quantized_weight(copies[0], record=False)  # in backward
+            for other in (made, again):
+                assert torch.equal(kept.data, other.data) and torch.equal(kept.scale_inv, other.scale_inv)
+            assert states[1]._cached is not None and states[1]._cached.quantized is None
+            update_states(states)
+            assert same(snapshot(states[0]), snapshot(states[1]))
+        for state in states:
+            state.drop_weight_cache()
+
+
 def test_an_optimizer_step_renews_the_weight():
     state, (x, weight) = make("current"), operands()
     with torch.no_grad():
