@@ -18,7 +18,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.small_run import differences, make_parts, run_config, train_each, whole
 
 MODEL = {
-    "attention_bias": True,
+    "attention_bias": True, "mlp_bias": True,
     "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "first_dense_layers": 1, "num_shared_experts": 1},
 }
 MESHES: list[dict[str, Any]] = [
