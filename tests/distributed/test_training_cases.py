@@ -18,9 +18,10 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.small_run import differences, make_parts, run_config, train_each, whole
 
 MODEL = {
-    "attention_bias": True, "mlp_bias": True,
+    "attention_bias": True,
     "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "first_dense_layers": 1, "num_shared_experts": 1},
 }
+DENSE = {"attention_bias": True, "mlp_bias": True, "tied_embeddings": True}
 MESHES: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"dp": 4, "ep": 2, "dp_shard": "optimizer"},
     {"dp": 2, "tp": 2, "dp_shard": "full"},
@@ -34,11 +35,11 @@ def masters(parts: Any) -> dict[str, np.ndarray]:
     return {name.removeprefix(MASTER): t for name, t in whole(named, layouts, parts.mesh).items()}
 
 
-def before_and_after(rank: int, world: int, optimizer: dict[str, Any], meshes: list[dict[str, Any]]) -> list[Any]:
+def before_and_after(rank: int, world: int, sections: dict[str, Any], meshes: list[dict[str, Any]]) -> list[Any]:
     """Whole masters as they are built, and after a step on zero gradients, at rate 1e-2 with decay 0.1."""
     found = []
     for mesh in meshes:
-        config = run_config(model=MODEL, parallel=mesh, optimizer=optimizer | {"weight_decay": 0.1})
+        config = run_config(parallel=mesh, **sections)
         parts = make_parts(config, world)
         before = masters(parts)
         parts.buckets.zero_()
@@ -49,11 +50,15 @@ def before_and_after(rank: int, world: int, optimizer: dict[str, Any], meshes: l
     return found
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "muon", "decay_embeddings": False}])
-def test_decay_touches_what_it_should_on_every_mesh_and_initial_values_are_one_process(optimizer: Any) -> None:
+@pytest.mark.parametrize("optimizer, model", [
+    ({"name": "adamw"}, MODEL), ({"name": "muon", "decay_embeddings": False}, DENSE),
+])  # fmt: skip
+def test_decay_touches_what_it_should_and_initial_values_are_one_process(optimizer: Any, model: Any) -> None:
     """R102, R094. Norms and biases stay, every other matrix shrinks by exactly lr x weight_decay."""
-    ((alone, _),) = run_ranks(before_and_after, 1, optimizer, [{}])[0]
-    for before, after in run_ranks(before_and_after, 4, optimizer, MESHES)[0]:
+    sections = {"model": model, "optimizer": optimizer | {"weight_decay": 0.1}}
+    ((alone, _),) = run_ranks(before_and_after, 1, sections, [{}])[0]
+    meshes = MESHES if "moe" in model else [mesh for mesh in MESHES if "ep" not in mesh]
+    for before, after in run_ranks(before_and_after, 4, sections, meshes)[0]:
         assert before.keys() == alone.keys()
         for name, values in before.items():
             assert np.array_equal(values, alone[name]), f"{name} begins with other values than on one process"
