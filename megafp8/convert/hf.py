@@ -23,7 +23,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.core.jsonio import fsync_dir, read_json, resource_error, sha256_file, write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES, check_weights, in_dtype, model_config, stored_name, tokenizer_path, weights
+from megafp8.infer.weights import DTYPES, check_weights, model_config, stored_name, tokenizer_path, weights
 from megafp8.models.names import config_from_hf, from_hf_tensors, hf_config, to_hf_tensors
 from megafp8.parallel.mesh import Mesh
 
@@ -187,7 +187,7 @@ def from_hf(source: Path | str, out: Path | str) -> Path:
     if candidates(out):
         raise ResourceError(f"{out}: holds checkpoints already; choose another folder")
     config = config_from_hf(read_config(source))
-    tensors = in_dtype(from_hf_tensors(config, read_weights(source)), torch.float32)
+    tensors = {name: t.float() for name, t in from_hf_tensors(config, read_weights(source)).items()}
     check_weights(config, tensors)
     meta: dict[str, Any] = {
         "step": 0,
