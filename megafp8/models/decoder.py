@@ -169,6 +169,9 @@ class Decoder(nn.Module):
     def _run_layers(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         branch = None
         for place, layer in enumerate(self.layers):
-            again = self.recompute.is_full(place) and torch.is_grad_enabled()
-            x, branch = checkpointed(layer, x, branch, context) if again else layer(x, branch, context)
+            if self.recompute.is_full(place) and torch.is_grad_enabled():
+                x = x if branch is None else x + branch  # one tensor to keep, rounded as the norm would
+                x, branch = checkpointed(layer, x, None, context)
+            else:
+                x, branch = layer(x, branch, context)
         return x, branch

@@ -86,10 +86,12 @@ class AttentionCore:
         self, q: Tensor, k: Tensor, v: Tensor, context: Context, dropout: WeightDropout | None, mesh: Mesh
     ) -> Tensor:
         """This rank has whole sequences."""
+        blocked = self._blocked(q.dtype, q.device)
         # torch's CPU kernel takes values as wide as keys only; what it falls back to keeps matrices of S x S
-        if dropout is not None or (q.device.type == "cpu" and q.shape[-1] != v.shape[-1]):
+        uneven = q.device.type == "cpu" and q.shape[-1] != v.shape[-1] and not blocked
+        if dropout is not None or uneven:
             return self._attend(q, k, v, context, dropout, mesh)
-        kernel = attention_blocks.blocked if self._blocked(q.dtype, q.device) else fused
+        kernel = attention_blocks.blocked if blocked else fused
         return kernel(q, k, v, context.segment_ids)
 
     @staticmethod

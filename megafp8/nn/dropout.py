@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,4 +89,20 @@ def weight_dropout(
 
 def _drop(x: Tensor, rate: float, key: DropoutKey, name: str, place: Tensor) -> Tensor:
     keep = uniform_at(seed_for(key.seed, name), place) >= rate
-    return x * (keep.to(x.dtype) * (1.0 / (1.0 - rate)))
+    result: Tensor = _Masked.apply(x, keep, 1.0 / (1.0 - rate))
+    return result
+
+
+class _Masked(torch.autograd.Function):
+    """x where `keep`, times `factor`, else 0; kept for backward is the mask, a byte an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.factor = factor
+        return x * (keep.to(x.dtype) * factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (keep,) = ctx.saved_tensors
+        return grads[0] * (keep.to(grads[0].dtype) * ctx.factor), None, None

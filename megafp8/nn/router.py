@@ -110,7 +110,7 @@ class Router(nn.Module):
             allowed = torch.zeros_like(value, dtype=torch.bool)
             allowed.scatter_(-1, _first(value, rules.top_k_groups)[1], True)
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
-        return _first(scores, rules.top_k)[1]
+        return _first(scores, rules.top_k)[1].contiguous()  # a view would keep all E places for the backward pass
 
     def _within_capacity(self, experts: Tensor, weights: Tensor, context: Context) -> Tensor:
         """[S', B, K] bool: which assignments an expert takes, of all tokens of a sequence on all its ranks."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megafp8.core.errors import DataError
 from megafp8.data.indexed import IndexedDataset
-from megafp8.models.config import quantizable_shapes
-from megafp8.models.cost import checkpoint_bytes, flops_per_token, memory_bytes, num_parameters
+from megafp8.models.activations import Workload
+from megafp8.models.config import ModelConfig, quantizable_shapes
+from megafp8.models.cost import active_parameters, checkpoint_bytes, flops_per_token, moe_layers, num_parameters
+from megafp8.models.memory import memory_bytes
 from megafp8.nn.precision import plan_gemms
 from megafp8.parallel.mesh_config import axis_sizes, check_mesh
 from megafp8.parallel.stages import schedule_problems
@@ -38,7 +40,9 @@ def dry_run(config: RunConfig, world: int) -> Report:
     problems = check_run(config, world)
     rows = _model_rows(config) + _precision_rows(config)
     if not check_mesh(config.parallel, world):
-        rows += _mesh_rows(config, world) + _memory_rows(config)
+        rows += _mesh_rows(config, world)
+        if not schedule_problems(config.parallel, config.model.num_layers):
+            rows += _memory_rows(config, world)
     rows += _token_rows(config) + _corpus_rows(config)
     return Report(tuple(rows), tuple(problems))
 
@@ -47,16 +51,29 @@ def _model_rows(config: RunConfig) -> list[tuple[str, str]]:
     model, sequence = config.model, config.data.sequence_length
     causal, full = (flops_per_token(model, sequence, causal=c) for c in (True, False))
     tied = "tied" if model.tied_embeddings else "untied"
+    heads = f"({model.num_kv_heads} kv) of {model.head_dim}"
+    if model.mla.enabled:
+        heads = f"from latents of {model.mla.q_lora_rank or model.hidden_size} and {model.mla.kv_lora_rank}"
+    parameters = f"{num_parameters(model):,}"
+    if model.moe.num_experts:
+        parameters += f", of which a token passes {active_parameters(model):,}"
     return [
         (
             "model",
             f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads "
-            f"({model.num_kv_heads} kv) of {model.head_dim}, ffn {model.ffn_hidden_size}, vocabulary "
-            f"{model.vocab_size} {tied}",
+            f"{heads}, ffn {model.ffn_hidden_size}{_experts(model)}, vocabulary {model.vocab_size} {tied}",
         ),
-        ("parameters", f"{num_parameters(model):,}"),
+        ("parameters", parameters),
         ("FLOPs a token", f"{causal:.4g} (attention causal), {full:.4g} (attention full)"),
     ]
+
+
+def _experts(model: ModelConfig) -> str:
+    moe = model.moe
+    if not moe.num_experts:
+        return ""
+    shared = f" and {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
+    return f", {moe.top_k} of {moe.num_experts} experts{shared} of {moe.ffn_hidden_size} in {moe_layers(model)} layers"
 
 
 def _precision_rows(config: RunConfig) -> list[tuple[str, str]]:
@@ -90,16 +107,21 @@ def _mesh_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
     return rows
 
 
-def _memory_rows(config: RunConfig) -> list[tuple[str, str]]:
+def _memory_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
+    sizes, train = axis_sizes(config.parallel, world), config.train
     parts = memory_bytes(
         config.model,
-        micro_batch=config.train.micro_batch,
-        sequence_length=config.data.sequence_length,
-        tp=config.parallel.tp,
-        sequence_parallel=config.parallel.sequence_parallel,
-        dtype=config.precision.dtype,
-        fp8=config.precision.recipe != "none",
-        recompute=config.train.recompute,
+        Workload(
+            train.micro_batch,
+            config.data.sequence_length,
+            micro_batches=max(1, batches_of(config).sizes()[-1] // (train.micro_batch * sizes["dp"])),
+            parallel=config.parallel,
+            world=world,
+            precision=config.precision,
+            recompute=train.recompute,
+            recompute_layers=train.recompute_layers,
+            recompute_modules=train.recompute_modules,
+        ),
     )
     return [
         (
