@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from megafp8.models.config import ModelConfig, gemm_shapes
+from megafp8.models.config import ModelConfig, quantizable_shapes
 from megafp8.nn.precision import PrecisionConfig, plan_gemms
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes
 
@@ -27,8 +27,10 @@ class Workload:
         micro_batches: of a step, on one replica.
         world: ranks; 0 = those of one replica.
         recompute_layers, recompute_modules: as in the train section.
-        attention: the core's kernel. "fused" (GPUs, and dropped weights anywhere) keeps its output and log-sum-exp;
-            "blocked" (16-bit floats on a CPU) keeps q, k and v only.
+        attention: the core's kernel, beside q, k and v. "fused" (torch's SDPA) keeps its output, which for several
+            sequences is not the tensor that the linear behind it keeps, and the log-sum-exp; "merged" (our own: over
+            cp, where weights are dropped, on a CPU for values of another width) both, the output once; "blocked"
+            (16-bit floats on a CPU) nothing.
     """
 
     micro_batch: int
@@ -40,7 +42,7 @@ class Workload:
     recompute: str = "none"
     recompute_layers: int = 0
     recompute_modules: tuple[str, ...] = ("norm", "activation")
-    attention: Literal["fused", "blocked"] = "fused"
+    attention: Literal["fused", "merged", "blocked"] = "fused"
 
     @property
     def size(self) -> int:
@@ -86,7 +88,7 @@ class _Layer:
     def fp8(self) -> dict[str, bool]:
         """Whether each linear of the layer is in FP8, by its name within the layer."""
         prefix = f"layers.{self.layer}."
-        names = [name for name in gemm_shapes(self.config) if name.startswith(prefix)]
+        names = [name for name in quantizable_shapes(self.config) if name.startswith(prefix)]
         plan, _ = plan_gemms(self.work.precision, names, self.config.num_layers)
         return {name.removeprefix(prefix): recipe != "none" for name, recipe in plan.items()}
 
@@ -121,7 +123,7 @@ class _Layer:
         if self.work.attention == "blocked" or self.again("core_attention"):
             return kept + self._input(values, "attention.out", rebuilt=False)
         # one tensor serves both if no transposition lies between
-        shared = not self.fp8["attention.out"] and self.work.micro_batch == 1
+        shared = not self.fp8["attention.out"] and (self.work.attention == "merged" or self.work.micro_batch == 1)
         kept += values * size + heads * 4
         return kept if shared else kept + self._input(values, "attention.out", rebuilt=False)
 
@@ -158,8 +160,9 @@ class _Layer:
         config, moe, work = self.config, self.config.moe, self.work
         tp, etp = work.parallel.tp, work.parallel.etp or work.parallel.tp
         ffn = moe.ffn_hidden_size / etp
-        row = config.hidden_size + 2 * ffn + (0 if self.again("activation") else ffn)
-        rows = moe.top_k / tp * (row * etp + config.hidden_size) * work.size
+        row = self._input(config.hidden_size, "mlp.experts.gate_up", rebuilt=False) + 2 * ffn * work.size
+        row += self._input(ffn, "mlp.experts.down", rebuilt=self.again("activation"))
+        rows = moe.top_k / tp * (row * etp + config.hidden_size * work.size)  # and what comes back
         # scores, and for the z-loss logits, in fp32; the choice, where its rows went and came from, and its weights
         router = (4 * moe.num_experts * (1 + (moe.z_loss_coeff > 0)) + moe.top_k * (3 * _INDEX + 2 * 4)) / tp
         if moe.num_shared_experts:

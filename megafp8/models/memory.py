@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megafp8.models.activations import Workload, activation_bytes, checkpoint_of_layer
-from megafp8.models.config import ModelConfig, expert_shapes, gemm_shapes
+from megafp8.models.config import ModelConfig, expert_shapes, gemm_shapes, quantizable_shapes
 from megafp8.models.cost import small_parameters
 from megafp8.models.stages import Span, split_layers
 from megafp8.nn.precision import plan_gemms
@@ -131,13 +131,13 @@ def _elements_of(config: ModelConfig, work: Workload, spans: list[Span]) -> tupl
 
 
 def _fp8_copies(config: ModelConfig, work: Workload, spans: list[Span]) -> int:
-    """Row-wise and column-wise bytes of each FP8 linear's weight, cached for the step."""
-    shapes = gemm_shapes(config)
+    """Row-wise and column-wise bytes of each FP8 weight, cached for the step."""
+    tp, sizes = work.parallel.tp, work.sizes(config)
+    shapes = quantizable_shapes(config, tp=tp, etp=sizes["etp"])
     plan, _ = plan_gemms(work.precision, list(shapes), config.num_layers)
-    layers = {i for span in spans for i in _layers(span)}
-    tp = work.parallel.tp
+    layers, held = {i for span in spans for i in _layers(span)}, config.moe.num_experts // sizes["ep"]
     return sum(
-        2 * inputs * outputs // (tp if side else 1)
+        2 * inputs * outputs * (held if ".experts." in name else 1) // (tp if side else 1)
         for name, (inputs, outputs, side) in shapes.items()
         if plan[name] != "none" and int(name.split(".")[1]) in layers
     )

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3": LLAMA | {"family": "qwen3", "head_dim": 16},
     "gpt": GPT | {"hidden_dropout": 0.1, "attention_dropout": 0.0},
+    "gpt, weights dropped": GPT | {"hidden_dropout": 0.0, "attention_dropout": 0.1},
     "latent": LLAMA | {"num_kv_heads": 8, "mla": MLA},
     "mixtral": LLAMA | {"family": "mixtral", "moe": {"num_experts": 8, "top_k": 2}},
     "deepseek": LLAMA
@@ -47,14 +48,16 @@ def test_a_layer_keeps_what_the_formula_says(name: str, recompute: str) -> None:
     kinds = (("bf16", "none"), ("bf16", "delayed"), ("fp32", "none"))
     for dtype, recipe in kinds[:1] if recompute == "full" else kinds:
         precision = PrecisionConfig(dtype=dtype, recipe=recipe)  # type: ignore[arg-type]
-        attention = "fused" if dtype == "fp32" else "blocked"
+        wide = "merged" if "mla" in MODELS[name] else "fused"
+        attention: Any = "merged" if "dropped" in name else wide if dtype == "fp32" else "blocked"
         measured, formula = layer_bytes(MODELS[name], replace(work, precision=precision, attention=attention))
         assert measured == pytest.approx(formula, rel=0.01, abs=24 * 96), (dtype, recipe)
 
 
 @pytest.mark.parametrize("module", ["core_attention", "norm", "activation"])
 def test_each_selected_module(module: str) -> None:
-    for name, dtype, attention in (("llama", "fp32", "fused"), ("gpt", "bf16", "blocked"), ("latent", "fp32", "fused")):
+    cases = (("llama", "fp32", "fused"), ("gpt", "bf16", "blocked"), ("latent", "fp32", "merged"))
+    for name, dtype, attention in cases:
         work = Workload(
             2, 48, recompute="selective", recompute_modules=(module,), attention=attention,  # type: ignore[arg-type]
             precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
