@@ -36,8 +36,8 @@ def layer_bytes(values: dict[str, Any], work: Workload, mesh: Mesh | None = None
         def forward(model: Any = model, tokens: torch.Tensor = tokens, key: Any = key) -> Any:
             return model(tokens, tokens, dropout=key, num_sequences=len(tokens))
 
-        if model.fp8_states:
-            forward()  # weights are quantized once a step; that is no activation
+        if model.fp8_states or layers == 1:
+            forward()  # what is made once: quantized weights, masks that are cached
         kept.append(kept_bytes(forward))
     formula = checkpoint_of_layer(config, work) if work.recompute == "full" else activation_bytes(config, 0, work)
     return kept[1] - kept[0], formula

@@ -85,8 +85,8 @@ class _Layer:
     work: Workload
 
     @cached_property
-    def fp8(self) -> dict[str, bool]:
-        """Whether each linear of the layer is in FP8, by its name within the layer."""
+    def quantized(self) -> dict[str, bool]:
+        """Whether each linear of the layer is quantized, by its name within the layer."""
         prefix = f"layers.{self.layer}."
         names = [name for name in quantizable_shapes(self.config) if name.startswith(prefix)]
         plan, _ = plan_gemms(self.work.precision, names, self.config.num_layers)
@@ -112,7 +112,7 @@ class _Layer:
 
         `rebuilt`: it is made again, so only codes are kept. `also`: something that is never in FP8 wants it, too.
         """
-        codes = sum(self.fp8[name] for name in linears)
+        codes = sum(self.quantized[name] for name in linears)
         wanted = also or codes < len(linears)
         return width * (codes + (0 if rebuilt or not wanted else self.work.size))
 
@@ -123,7 +123,7 @@ class _Layer:
         if self.work.attention == "blocked" or self.again("core_attention"):
             return kept + self._input(values, "attention.out", rebuilt=False)
         # one tensor serves both if no transposition lies between
-        shared = not self.fp8["attention.out"] and (self.work.attention == "merged" or self.work.micro_batch == 1)
+        shared = not self.quantized["attention.out"] and (self.work.attention == "merged" or self.work.micro_batch == 1)
         kept += values * size + heads * 4
         return kept if shared else kept + self._input(values, "attention.out", rebuilt=False)
 

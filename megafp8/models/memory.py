@@ -87,7 +87,7 @@ def _with_states(config: ModelConfig, work: Workload, spans: list[Span], activat
     pieces = sum(ceil(count / ranks) for count, ranks in replicas)
     held = pieces if parallel.dp_shard == "full" else dense + experts
     masters = 2 if size == wide and parallel.dp_shard == "none" else 3  # wide parameters are their own masters
-    weights = held * size + _fp8_copies(config, work, spans)
+    weights = held * size + _quantized_copies(config, work, spans)
     if parallel.dp_shard == "full":  # the layer at work and the next are whole
         weights += 2 * max(sum(_elements_of(config, work, [_one(i)])) for span in spans for i in _layers(span)) * size
     last = any(span.last for span in spans)
@@ -130,7 +130,7 @@ def _elements_of(config: ModelConfig, work: Workload, spans: list[Span]) -> tupl
     return dense, experts
 
 
-def _fp8_copies(config: ModelConfig, work: Workload, spans: list[Span]) -> int:
+def _quantized_copies(config: ModelConfig, work: Workload, spans: list[Span]) -> int:
     """Row-wise and column-wise bytes of each FP8 weight, cached for the step."""
     tp, sizes = work.parallel.tp, work.sizes(config)
     shapes = quantizable_shapes(config, tp=tp, etp=sizes["etp"])
