@@ -9,7 +9,9 @@ import torch
 
 from megafp8.core.config import build as build_config
 from megafp8.fp8.backend import backend
+from megafp8.fp8.backends.native import Native
 from megafp8.fp8.linear import LinearState, update_states
+from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.fp8.recipe import recipe
 from megafp8.models import ModelConfig, build, check_model
 from megafp8.models.config import quantizable_shapes
@@ -70,6 +72,22 @@ def test_grouped_gemms_are_those_of_the_codes(counts: list[int], made: tuple[str
     expected = torch.einsum("re,rn,rk->enk", onehot, qg, qx)
     torch.testing.assert_close(w.grad.flatten(1, 2).float(), expected, rtol=2e-2, atol=5e-2)
     assert not w.grad[torch.tensor(counts) == 0].any()
+
+
+class Watched(Native):
+    """Native, which on a GPU refuses to sum over rows that are no multiple of 16; a CPU would take any."""
+
+    def wgrad(self, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        assert grad.shape[0] % 16 == 0 and x.shape[0] % 16 == 0
+        return super().wgrad(grad, x, dtype)
+
+
+def test_real_bytes_are_padded_to_what_a_gpu_takes() -> None:
+    state = LinearState("e", recipe("current"), Watched())
+    x = torch.randn(21, 32, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(3, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    grouped_linear(x, w, torch.tensor([5, 0, 16]), state=state).sum().backward()
+    assert w.grad.any()
 
 
 def steps(precision: PrecisionConfig, recompute: Any = "none", *, split: bool = False, count: int = 3) -> list[Any]:
