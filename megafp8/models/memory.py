@@ -122,6 +122,9 @@ def _elements_of(config: ModelConfig, work: Workload, spans: list[Span]) -> tupl
             experts += config.moe.num_experts // sizes["ep"] * (inputs * outputs // sizes["etp"])
     dense += sum(config.moe.num_experts * hidden for i in layers if config.moe.is_moe_layer(i))
     layer, final = small_parameters(config)
+    columns = config.num_mlp_inputs * config.ffn_hidden_size * config.mlp_bias  # of biases, split as their outputs are
+    layer -= columns - columns // tp
+    layer -= (config.qkv_size - config.qkv_size // sizes["kvtp"]) * config.attention_bias
     dense += len(layers) * layer + any(span.last for span in spans) * final
     first, last = any(span.first for span in spans), any(span.last for span in spans)
     embeddings = first + last - (config.tied_embeddings and first and last)

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass under tensor parallelism, measured, against the closed form."""
+"""What a layer keeps on each of two tensor-parallel ranks: the closed forms, with and without sequence parallelism."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.models import ModelConfig, build
-from megafp8.models.cost import activation_bytes
-from megafp8.parallel.mesh import Mesh, build_mesh
+from megafp8.models import ModelConfig
+from megafp8.models.activations import Workload
+from megafp8.models.builder import build
+from megafp8.models.memory import _elements_of
+from megafp8.models.stages import whole
+from megafp8.nn.precision import PrecisionConfig
+from megafp8.parallel.mesh import build_mesh
 from megafp8.parallel.mesh_config import ParallelConfig
 from tests.distributed.ranks import run_ranks
+from tests.layers_kept import layer_bytes
+from tests.unit.models.test_memory import MODELS
 
-BATCH, LENGTH = 2, 256
-
-
-def model_of(num_layers: int, kv_heads: int) -> ModelConfig:
-    return ModelConfig(
-        family="llama", num_layers=num_layers, hidden_size=128, ffn_hidden_size=352, num_attention_heads=8,
-        num_kv_heads=kv_heads, vocab_size=64, max_sequence_length=LENGTH,
-    )  # fmt: skip
-
-
-def kept_bytes(config: ModelConfig, mesh: Mesh, recompute: Any) -> int:
-    """Bytes of all storages besides the parameters' that backward will read."""
-    model = build(config, mesh=mesh, recompute=recompute)
-    seen = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
-    sizes: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = tensor  # kept alive, so that no address comes twice
-            sizes.append(storage.nbytes())
-        return tensor
-
-    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens)
-    return sum(sizes)
+CASES = [
+    ("llama", True, "none", "none"), ("llama", False, "none", "none"), ("llama", True, "none", "selective"),
+    ("llama", True, "none", "full"), ("llama", True, "delayed", "none"), ("gpt", True, "none", "none"),
+    ("gpt", False, "none", "none"), ("latent", True, "none", "none"), ("mixtral", True, "none", "none"),
+]  # fmt: skip
 
 
-def layer_bytes(rank: int, world: int, sequence_parallel: bool, kv_heads: int, recompute: str) -> int:
-    mesh = build_mesh(ParallelConfig(tp=world, sequence_parallel=sequence_parallel), world, kv_heads=kv_heads)
-    more, less = (kept_bytes(model_of(layers, kv_heads), mesh, recompute) for layers in (3, 2))
-    return more - less
+def measure(rank: int, world: int) -> list[tuple[int, int, int, int]]:
+    """For each case: bytes measured and by the formula, elements built and by the formula."""
+    torch.set_num_threads(1)
+    results = []
+    for name, sequence_parallel, recipe, recompute in CASES:
+        experts = {"ep": world, "etp": 1} if name == "mixtral" else {}
+        parallel = ParallelConfig(tp=world, sequence_parallel=sequence_parallel, **experts)
+        config = ModelConfig(**MODELS[name], num_layers=2, max_sequence_length=64)
+        mesh = build_mesh(parallel, world, kv_heads=config.num_kv_heads)
+        precision = PrecisionConfig(recipe=recipe)  # type: ignore[arg-type]
+        work = Workload(
+            2, 64, parallel=parallel, world=world, precision=precision, recompute=recompute, attention="blocked"
+        )
+        kept, formula = layer_bytes(MODELS[name], work, mesh)
+        built = sum(p.numel() for p in build(config, mesh=mesh, device="meta").parameters())
+        results.append((kept, formula, built, sum(_elements_of(config, work, [whole(config)]))))
+    return results
 
 
-@pytest.mark.parametrize("tp, sequence_parallel, kv_heads, recompute", [
-    (2, True, 4, "none"), (2, False, 4, "none"), (2, True, 4, "selective"), (4, True, 2, "none"),
-])  # fmt: skip
-def test_closed_form(tp: int, sequence_parallel: bool, kv_heads: int, recompute: str) -> None:
-    """Within 1 %: the form leaves out each norm's fp32 number a token, 8 of some 2000 bytes."""
-    expected = activation_bytes(
-        model_of(1, kv_heads), tokens=BATCH * LENGTH, tp=tp, sequence_parallel=sequence_parallel, size=2,
-        recompute=recompute,
-    )  # fmt: skip
-    for measured in run_ranks(layer_bytes, tp, sequence_parallel, kv_heads, recompute):
-        assert measured == pytest.approx(expected, rel=0.01)
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_ranks(measure, 2)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_a_rank_keeps_what_the_formula_says(ranks: Any, number: int) -> None:
+    """Experts' rows are spread unevenly over the ranks, so there it is the sum over the ranks that is held."""
+    results = [result[number] for result in ranks]
+    kept, formula = (sum(result[i] for result in results) for i in (0, 1))
+    assert kept == pytest.approx(formula, rel=0.02)
+    for result in results:
+        if CASES[number][0] != "mixtral":
+            assert result[0] == pytest.approx(result[1], rel=0.02)
+        assert result[2] == result[3]

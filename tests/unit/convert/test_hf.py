@@ -25,6 +25,7 @@ MLA = {"q_lora_rank": 16, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_he
 MODELS = {
     "llama": config_of(num_kv_heads=2, rope_theta=500.0),
     "llama, one kv head, tied": config_of(num_kv_heads=1, tied_embeddings=True),
+    "a vocabulary that nothing divides": config_of(vocab_size=503, num_kv_heads=2),  # no padded rows to take off
     "llama, biases, wide heads": config_of(num_kv_heads=2, head_dim=16, attention_bias=True, mlp_bias=True),
     "llama 3 scaling": config_of(rope_theta=1000.0, rope_scaling=LLAMA3),
     "linear scaling": config_of(rope_scaling={"type": "linear", "factor": 4.0}),
@@ -59,7 +60,7 @@ def test_there_and_back_is_exact_and_transformers_agrees(tmp_path, name):
     first, second = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "again"))
     assert first.keys() == second.keys() and all(torch.equal(bits(first[n]), bits(second[n])) for n in first)
     a, b = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("hf", "again"))
-    assert a == b
+    assert a == b and a["vocab_size"] == MODELS[name].vocab_size
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
