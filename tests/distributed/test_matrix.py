@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "order": ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
     "document_mask": (False, True),
 }
-_UNEVEN = {2: (5, 3), 4: (3, 2, 2, 1), 8: (1, 1, 1, 1, 1, 1, 0, 2)}
+_UNEVEN = {2: (5, 3), 4: (3, 2, 2, 1), 8: (0, 1, 1, 1, 1, 1, 1, 2)}
 _TWO_STAGES = ("interleaved", "zb_v", "dualpipe_v")
 # options that mean nothing on an axis of size 1
 _NEEDS = {"schedule": "pp", "uneven": "pp", "cp_exchange": "cp", "sequence_parallel": "tp"}
