@@ -84,13 +84,13 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """The default planner over Shards; differences to the checkpoint are collected and refused as one.
 
-    With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint; else what is on one
-    side only is left alone. Shapes and dtypes must always agree.
+    With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint, save those whose names
+    start with `optional`; else what is on one side only is left alone. Shapes and dtypes must always agree.
     """
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, *, strict: bool, optional: str = "") -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
-        self.strict = strict
+        self.strict, self.optional = strict, optional
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -121,9 +121,11 @@ class LoadPlanner(DefaultLoadPlanner):
             MismatchError: shapes or dtypes differ, or names do and `strict`; each difference once.
         """
         assert self.metadata is not None
-        stored, asked = set(self.metadata.state_dict_metadata), frozenset().union(*(p.planner_data[0] for p in plans))
+        stored, asked = set(self.metadata.state_dict_metadata), set().union(*(p.planner_data[0] for p in plans))
         problems = sorted({problem for plan in plans for problem in plan.planner_data[1]})
         if self.strict:
+            if self.optional:
+                stored, asked = ({n for n in names if not n.startswith(self.optional)} for names in (stored, asked))
             problems += [f"{name} is not in the checkpoint" for name in sorted(asked - stored)]
             problems += [f"{name} is in the checkpoint only" for name in sorted(stored - asked)]
         _refuse(problems)

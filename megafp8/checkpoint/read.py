@@ -34,6 +34,7 @@ def load(
     mesh: Ranks,
     *,
     strict: bool = True,
+    optional: str = "",
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint folder `path`; collective. Returns its `meta`.
 
@@ -44,6 +45,7 @@ def load(
         tensors: this rank's local tensors by global name.
         layouts: their Layouts; a tensor without one is whole on every rank.
         strict: the names over all ranks must be those of the checkpoint; else what is on one side only is left alone.
+        optional: names that start so may be on one side only all the same.
 
     Raises:
         CheckpointError: missing, incomplete, damaged (names the file), or names, shapes, dtypes differ (listed),
@@ -59,7 +61,7 @@ def load(
             dcp.load(
                 shards(tensors, layouts, mesh),
                 storage_reader=reader,
-                planner=LoadPlanner(strict=strict),
+                planner=LoadPlanner(strict=strict, optional=optional),
                 no_dist=mesh.world == 1,
             )
     except CheckpointException as error:
@@ -75,6 +77,7 @@ def load_newest(
     mesh: Ranks,
     *,
     strict: bool = True,
+    optional: str = "",
 ) -> tuple[Path, dict[str, Any]] | None:
     """Fill `tensors` from the newest checkpoint under `root` that is intact; collective, all ranks take the same.
 
@@ -90,7 +93,7 @@ def load_newest(
     folders = _agreed(candidates(Path(root)), mesh)
     for folder in folders:
         try:
-            return folder, load(folder, tensors, layouts, mesh, strict=strict)
+            return folder, load(folder, tensors, layouts, mesh, strict=strict, optional=optional)
         except MismatchError:
             raise
         except CheckpointError as error:
@@ -115,6 +118,15 @@ def read_meta(path: Path | str) -> dict[str, Any]:
         CheckpointError: no checkpoint, or a damaged manifest.
     """
     return read_manifest(Path(path)).meta
+
+
+def tensor_names(path: Path | str, prefix: str = "") -> set[str]:
+    """Global names of the tensors that a checkpoint holds, those that start with `prefix`.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged manifest.
+    """
+    return {name for name in read_manifest(Path(path)).tensors if name.startswith(prefix)}
 
 
 def iterate_tensors(path: Path | str, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

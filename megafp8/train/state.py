@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megafp8.checkpoint import load_newest, save
+from megafp8.checkpoint import load_newest, save, tensor_names
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
+from megafp8.core.log import event, get_logger
+from megafp8.parallel.collectives import all_reduce_
 from megafp8.train.setup import Parts, code_version
+
+logger = get_logger(__name__)
+_FP8 = "fp8."  # what names of FP8 state start with
 
 
 def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
@@ -22,8 +29,8 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
     tensors, layouts = dict(parts.optimizer.tensors()), dict(parts.optimizer.layouts())
     for module, state in parts.fp8_states.items():
         for name, tensor in state.tensors().items():
-            tensors[f"fp8.{module}.{name}"] = tensor
-            layouts[f"fp8.{module}.{name}"] = Layout(tuple(tensor.shape))
+            tensors[f"{_FP8}{module}.{name}"] = tensor
+            layouts[f"{_FP8}{module}.{name}"] = Layout(tuple(tensor.shape))
     for module, router in parts.routers.items():
         if router.bias is not None:
             tensors[f"moe.{module}.bias"] = router.bias
@@ -47,6 +54,23 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
     return save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
 
 
+def _compare_precision(parts: Parts, path: Path, meta: Mapping[str, Any], mine: set[str]) -> None:
+    """A run may go on in another recipe, said aloud; in the same one, no FP8 state may be missing.
+
+    `mine`: names of this rank's FP8 state.
+    """
+    before, now = meta["config"]["precision"], to_dict(parts.config)["precision"]
+    missing = torch.tensor(len(mine - tensor_names(path, _FP8)))
+    all_reduce_(missing, parts.mesh.group_of(("pp", "dp", "cp", "tp")), "max")  # stages hold different states
+    if before != now:
+        changed = {key: f"{before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value}
+        counts = {"fp8_tensors_afresh": int(missing)}
+        event(logger, "precision is not the checkpoint's", level=logging.WARNING, **changed, **counts)
+    elif missing:
+        problem = f"{int(missing)} tensors of FP8 state are missing on a rank"
+        raise CheckpointError(f"{path}: {problem}; use an older checkpoint")
+
+
 def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
     """Fill this run from its newest intact checkpoint, of any mesh; collective.
 
@@ -54,13 +78,15 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
         its folder and its meta; None if the run has none yet.
 
     Raises:
-        CheckpointError: none is intact, or the newest is of another architecture, tokenizer or recipe.
+        CheckpointError: none is intact, or the newest is of another architecture or tokenizer, or lacks FP8 state that
+            its own configuration asks for.
     """
     tensors, layouts = tensors_of(parts)
-    found = load_newest(parts.config.dir / "checkpoints", tensors, layouts, parts.mesh)
+    found = load_newest(parts.config.dir / "checkpoints", tensors, layouts, parts.mesh, optional=_FP8)
     if found is None:
         return None
     path, meta = found
+    _compare_precision(parts, path, meta, {name for name in tensors if name.startswith(_FP8)})
     if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:
         raise CheckpointError(
             f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "

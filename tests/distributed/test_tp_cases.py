@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,26 @@ def test_fp8_state_is_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved, loaded", [("delayed", "none"), ("none", "delayed"), ("delayed", "current")])
-def test_a_checkpoint_of_another_recipe(tmp_path: Path, saved: str, loaded: str) -> None:
-    """R174: a recipe with memory is not made up from nothing: refused, and the message says what is missing."""
-    save_run(parts_in(str(tmp_path), 1, {}, saved), 1, {})
+def test_a_run_goes_on_in_another_recipe(
+    tmp_path: Path, saved: str, loaded: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R174: the weights are the checkpoint's, scales start afresh, and the log says so."""
+    before = parts_in(str(tmp_path), 1, {}, saved)
+    train_step(before, 1, 1e-2)
+    save_run(before, 1, {})
     other = parts_in(str(tmp_path), 1, {}, loaded)
-    with pytest.raises(CheckpointError, match="fp8"):
+    with caplog.at_level(logging.WARNING, logger="megafp8"):
         load_newest_run(other)
+    assert f"recipe={saved} -> {loaded}" in caplog.text.replace('"', "")
+    for (name, mine), (_, theirs) in zip(before.named_parameters, other.named_parameters):
+        assert torch.equal(mine, theirs), name
+    assert train_step(other, 2, 1e-2).finite
+
+
+def test_fp8_state_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    """A checkpoint that says delayed scaling and has none of its state is refused."""
+    other = parts_in(str(tmp_path), 1, {}, "none")
+    object.__setattr__(other.config.precision, "recipe", "delayed")
+    save_run(other, 1, {})
+    with pytest.raises(CheckpointError, match="tensors of FP8 state are missing"):
+        load_newest_run(parts_in(str(tmp_path), 1, {}, "delayed"))
