@@ -63,9 +63,11 @@ def _compare_precision(parts: Parts, path: Path, meta: Mapping[str, Any], mine: 
     missing = torch.tensor(len(mine - tensor_names(path, _FP8)))
     all_reduce_(missing, parts.mesh.group_of(("pp", "dp", "cp", "tp")), "max")  # stages hold different states
     if before != now:
-        changed = {key: f"{before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value}
-        counts = {"fp8_tensors_afresh": int(missing)}
-        event(logger, "precision is not the checkpoint's", level=logging.WARNING, **changed, **counts)
+        changed: dict[str, Any] = {
+            key: f"{before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value
+        }
+        changed["fp8_tensors_afresh"] = int(missing)
+        event(logger, "precision is not the checkpoint's", level=logging.WARNING, **changed)
     elif missing:
         problem = f"{int(missing)} tensors of FP8 state are missing on a rank"
         raise CheckpointError(f"{path}: {problem}; use an older checkpoint")
