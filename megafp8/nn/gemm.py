@@ -55,12 +55,14 @@ class Split:
         group: of tp; None: nothing is split, and nothing below costs anything.
         sequence_parallel: the unsplit side (a column's input, a row's output) is sharded along S.
         rows: of the weight that this rank uses, if it shares the weight with others (kv heads fewer than tp).
+        pieces: ranks with the other tokens, where neither side is gathered: they quantize with one scale.
     """
 
     side: Side
     group: Group = None
     sequence_parallel: bool = False
     rows: tuple[slice, ...] | None = None
+    pieces: Group = None
 
     @staticmethod
     def of(mesh: Mesh, side: Side, rows: tuple[slice, ...] | None = None) -> Split:
@@ -216,7 +218,7 @@ def _quantized_input(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """What is kept for backward, and the whole input for the GEMM: the same one, or the one is a shard of the other."""
     if not split.gathers_input:
-        codes = state.quantize("input", flat, record=record)
+        codes = state.quantize("input", flat, record=record, group=split.pieces)
         return codes, codes
     if state.one_scale("input"):
         codes = state.quantize("input", flat, record=record, group=split.group)
@@ -228,7 +230,7 @@ def _quantized_input(
 def _whole_grad(grad: Tensor, state: LinearState | None, split: Split) -> Any:
     """The output's gradient as the GEMMs want it: whole along S, quantized if there is a state."""
     if not split.gathers_grad:
-        return grad if state is None else state.quantize("grad_output", grad, record=True)
+        return grad if state is None else state.quantize("grad_output", grad, record=True, group=split.pieces)
     if state is None:
         return all_gather(grad, split.group)
     if state.one_scale("grad_output"):

@@ -22,7 +22,7 @@ from megafp8.core.layout import Layout
 from megafp8.fp8.linear import LinearState
 from megafp8.nn.attention_core import AttentionCore
 from megafp8.nn.context import Context
-from megafp8.nn.gemm import linear
+from megafp8.nn.gemm import Split, linear
 from megafp8.nn.kernels import Kernels, wide
 from megafp8.nn.linear import ColumnLinear, RowLinear, enter
 from megafp8.nn.norm import RMSNorm
@@ -134,12 +134,13 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.state = state
+        self.split = Split("column", pieces=mesh.group("tp") if mesh.sequence_parallel else None)
         layout = Layout((out_features, in_features), grad_sum=("tp",) if mesh.sequence_parallel else ())
         self.weight = declare(layout, Init(std), mesh=mesh, dtype=dtype)
 
     def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
         """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        return linear(x, self.weight, None, self.state, rebuild=rebuild)
+        return linear(x, self.weight, None, self.state, self.split, rebuild)
 
 
 class LatentAttention(nn.Module):

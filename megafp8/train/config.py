@@ -160,11 +160,15 @@ def _shard_problems(parallel: ParallelConfig) -> list[str]:
 def _token_problems(config: RunConfig) -> list[str]:
     """The weight gradient sums over a rank's tokens of a micro-batch, so they too are a dim of an FP8 GEMM."""
     tokens, unit = config.train.micro_batch * config.data.sequence_length, FP8_MULTIPLE * config.parallel.cp
+    if config.model.mla.enabled and config.parallel.sequence_parallel:
+        unit *= config.parallel.tp  # the down-projections see a shard of the sequence
     if config.precision.recipe == "none" or tokens % unit == 0:
         return []
     near = config.data.sequence_length // unit * unit
     choices = ", ".join(str(n) for n in (near, near + unit) if n)
-    needed = f"{FP8_MULTIPLE} x parallel.cp {config.parallel.cp}" if config.parallel.cp > 1 else str(FP8_MULTIPLE)
+    ranks = [f" x parallel.cp {config.parallel.cp}"] if config.parallel.cp > 1 else []
+    ranks += [f" x parallel.tp {config.parallel.tp}"] if unit > FP8_MULTIPLE * config.parallel.cp else []
+    needed = f"{FP8_MULTIPLE}{''.join(ranks)}"
     return [
         f"train.micro_batch {config.train.micro_batch} x data.sequence_length {config.data.sequence_length} = {tokens} "
         f"tokens are not a multiple of {needed}, as FP8 needs; nearest data.sequence_length: {choices}"

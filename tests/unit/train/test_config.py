@@ -127,3 +127,10 @@ def test_check_and_print_config():
 def test_recomputed_layers_that_do_not_exist(overrides, nearest):
     problems = check_run(load_run_config(TINY, [*overrides, "--model.num_layers", "2"]), 1)
     assert [p for p in problems if "train.recompute_layers" in p and nearest in p]
+
+
+def test_latent_attention_quantizes_shards_of_the_sequence():
+    small = ["--model.preset", "tiny_deepseek", "--precision.recipe", "delayed", "--train.micro_batch", "1"]
+    small += ["--data.sequence_length", "48", "--parallel.tp", "2"]
+    (problem,) = [p for p in check_run(load_run_config(TINY, small), 2) if "tokens are not" in p]
+    assert "multiple of 16 x parallel.tp 2" in problem and "32, 64" in problem
