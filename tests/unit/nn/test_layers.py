@@ -80,3 +80,15 @@ def test_meta_device_has_shapes_and_no_memory() -> None:
     model = build(ModelConfig(preset="llama3_405b"), device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert layout_of(model.layers[125].mlp.gate_up.weight).shape == (2, 53248, 16384)
+
+
+def test_an_evaluation_leaves_dropout_on() -> None:
+    """Dropout is asked for by a key at each call, not by a mode that an evaluation could leave behind."""
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = build(ModelConfig(preset="tiny_gpt", hidden_dropout=0.5), dtype=torch.float32)
+    key = DropoutKey(3, torch.tensor([6, 7]))
+    before, _ = model(tokens, tokens, dropout=key)
+    with torch.no_grad():
+        evaluated, _ = model.eval()(tokens, tokens)
+    after, _ = model(tokens, tokens, dropout=key)
+    assert torch.equal(before, after) and not torch.equal(before, evaluated)
