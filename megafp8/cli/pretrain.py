@@ -22,7 +22,7 @@ SIGUSR1 and Ctrl-C save first and end with exit code 75."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     parser.add_argument("config", help="the run's TOML")
-    parser.add_argument("--nproc", type=int, default=0, metavar="N", help="start N ranks on this machine (no torchrun)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (no torchrun)")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration, non-defaults marked, and stop"
     )
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate first, then start processes or be one."""
+    from megafp8.core.errors import ConfigError
     from megafp8.train.config import load_run_config, refuse_broken
 
     config = load_run_config(args.config, args.overrides)
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
         sys.stdout.write(dump_toml(config, comments=True))
         return 0
-    if args.nproc > 0 and "RANK" not in os.environ:
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed; nearest: 1")
+    if args.nproc and "RANK" not in os.environ:
         from megafp8.train.folder import is_finished, refuse_other
         from megafp8.train.local_ranks import run_ranks
 

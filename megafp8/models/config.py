@@ -262,6 +262,7 @@ def check_model(
                 f"{nearest_divisors(value, tp)}"
             )
     problems += _kv_head_problems(config, tp)
+    splits = not problems
     problems += check_experts(
         moe,
         num_layers=config.num_layers,
@@ -282,7 +283,7 @@ def check_model(
         problems += _length_problems(config, sequence_length)
         problems += sequence_problems(sequence_length, cp=cp, shards=ranks, experts=split_anyway)
     problems += exchange_problems(cp_exchange, cp=cp, tp=tp, num_heads=config.num_attention_heads)
-    if precision is not None and not problems:
+    if precision is not None and splits:  # else the dims of a rank are no numbers
         shapes = quantizable_shapes(config, tp=tp, etp=etp or tp)
         plan, misses = plan_gemms(precision, list(shapes), config.num_layers)
         problems += misses + dim_problems(plan, shapes, tp) + backend_problems(precision)

@@ -6,6 +6,7 @@ TOML <- dotted overrides <- presets filled in; what only a combination can break
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +23,7 @@ from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
 from megafp8.parallel.stages import num_stages, schedule_problems
+from megafp8.train.nearest_mesh import changed_axes, nearest_mesh
 
 
 @config_dataclass
@@ -116,23 +118,40 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def check_run(config: RunConfig, world: int) -> list[str]:
-    """Every rule that the combination breaks on `world` ranks, a line each with the way out; needs no torch."""
-    mesh_problems = check_mesh(config.parallel, world)
+    """Every rule that the combination breaks on `world` ranks, a line each with the way out; needs no torch.
+
+    Where another mesh alone would break none, the last line names the nearest.
+    """
+    problems = _broken_rules(config, world)
+    if not problems or world < 1:
+        return problems
+    found = nearest_mesh(config.parallel, world, lambda other: _broken_rules(replace(config, parallel=other), world))
+    change = changed_axes(config.parallel, found) if found else ""
+    if change and not (len(problems) == 1 and problems[0].endswith(f"nearest: {change}")):
+        problems.append(f"parallel: the nearest mesh of {world} processes that breaks no rule has {change}")
+    return problems
+
+
+def _broken_rules(config: RunConfig, world: int) -> list[str]:
+    parallel = config.parallel
+    mesh_problems = check_mesh(parallel, world)
     problems = mesh_problems + check_model(
         config.model,
-        tp=config.parallel.tp,
-        ep=config.parallel.ep,
-        etp=config.parallel.etp,
-        cp=config.parallel.cp,
-        cp_exchange=config.parallel.cp_exchange,
-        sequence_parallel=config.parallel.sequence_parallel,
+        tp=parallel.tp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        cp=parallel.cp,
+        cp_exchange=parallel.cp_exchange,
+        sequence_parallel=parallel.sequence_parallel,
         sequence_length=config.data.sequence_length,
         precision=config.precision,
     )
-    problems += schedule_problems(config.parallel, config.model.num_layers)
-    if not mesh_problems:
-        problems += _batch_problems(config, world)
-    problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(config.parallel)
+    problems += schedule_problems(parallel, config.model.num_layers)
+    # of a mesh that does not fit, dp is known only if it is given; a batch is at least whole micro-batches
+    dp = max(1, parallel.dp) if mesh_problems else axis_sizes(parallel, world)["dp"]
+    train = config.train
+    problems += batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
+    problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(parallel)
     return problems + schedule_of(config).problems()
 
 
@@ -173,12 +192,6 @@ def _token_problems(config: RunConfig) -> list[str]:
         f"train.micro_batch {config.train.micro_batch} x data.sequence_length {config.data.sequence_length} = {tokens} "
         f"tokens are not a multiple of {needed}, as FP8 needs; nearest data.sequence_length: {choices}"
     ]
-
-
-def _batch_problems(config: RunConfig, world: int) -> list[str]:
-    train = config.train
-    dp = axis_sizes(config.parallel, world)["dp"]
-    return batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
 
 
 def batches_of(config: RunConfig) -> BatchSize:

@@ -138,3 +138,31 @@ def test_latent_attention_quantizes_shards_of_the_sequence():
     latent = replace(config, model=ModelConfig(preset="tiny_deepseek"))
     (problem,) = [p for p in check_run(latent, 2) if "tokens are not" in p]
     assert "multiple of 16 x parallel.tp 2" in problem and "32, 64" in problem
+
+
+def test_the_last_line_names_a_mesh_that_breaks_no_rule():
+    """Each rule's own nearest value may break another rule; the last line holds for all of them."""
+    model = ["--model.num_layers", "6", "--model.num_attention_heads", "8", "--model.num_kv_heads", "2"]
+    for words, world, change in [
+        (["--parallel.pp", "4", *model], 4, "pp = 2"),  # 6 layers: pp = 3 or 6, which 4 processes are not
+        (["--parallel.tp", "3", "--parallel.pp", "4", "--parallel.cp", "5", *model], 4, "pp = 2, cp = 1, tp = 2"),
+        (["--parallel.dp", "3", "--parallel.tp", "3", *model], 8, "dp = 0, tp = 4"),
+    ]:
+        problems = check_run(load_run_config(TINY, words), world)
+        assert problems[-1] == f"parallel: the nearest mesh of {world} processes that breaks no rule has {change}"
+        follow = [word for pair in change.split(", ") for word in ("--parallel." + pair).split(" = ")]
+        assert check_run(load_run_config(TINY, [*words, *follow]), world) == []
+
+
+def test_rules_of_the_mesh_the_batch_and_fp8_come_at_once():
+    words = ["--parallel.tp", "2", "--parallel.cp", "2", "--train.global_batch", "7", "--train.micro_batch", "2"]
+    odd = ["--model.ffn_hidden_size", "272", "--data.sequence_length", "250", "--precision.recipe", "current"]
+    problems = " ".join(check_run(load_run_config(TINY, [*words, *odd]), 6))
+    for part in ("does not divide 6", "global_batch 7", "sequence_length 250", "mlp.down", "tokens are not"):
+        assert part in problems, part
+
+
+def test_no_rank_at_all_is_refused():
+    for number in ("0", "-3"):
+        done = _megafp8("pretrain", str(TINY), "--nproc", number)
+        assert done.returncode == 2 and f"--nproc {number}: at least one rank is needed" in done.stderr
