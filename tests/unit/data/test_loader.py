@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +169,17 @@ def test_a_ramp_resumes_from_the_one_integer(prefix: Path) -> None:
     assert [ids(resumed.next_step()) for _ in range(4)] == seen[4:]
     with pytest.raises(ConfigError, match=r"batch_ramp's increment 2 is not divisible by dp 2 x train.micro_batch 2"):
         make(prefix, batches=ramp, dp_size=2)
+
+
+def test_the_order_does_not_depend_on_the_process(prefix: Path) -> None:
+    """R146: ranks whose hash seeds differ agree on what each sample is."""
+    code = (
+        "import sys; from tests.unit.data.test_loader import make; from pathlib import Path;"
+        "print([b.tokens.sum(1).tolist() for _ in range(4) for b in make(Path(sys.argv[1])).next_step()])"
+    )
+    outputs = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        words = [sys.executable, "-c", code, str(prefix)]
+        outputs.append(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout)
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 100
