@@ -30,7 +30,7 @@ SAMPLES, LENGTH, VOCAB = 16, 16, 64
 STEPS = 5
 
 _SMALL: Values = {
-    "num_layers": 8, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 8, "num_kv_heads": 2,
+    "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 8, "num_kv_heads": 2,
     "vocab_size": VOCAB, "max_sequence_length": LENGTH, "init_std": 0.1,
 }  # fmt: skip
 _EXPERTS: Values = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": "sequence"}
@@ -56,6 +56,10 @@ class Case:
     micro_batches: int = 1
     recompute: str = "none"
     document_mask: bool = False
+    num_layers: int = 4
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     @property
     def world(self) -> int:
@@ -64,8 +68,8 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"{key}={value}" for key, value in self.parallel.items()]
-        rest = [self.model, f"m={self.micro_batches}", self.recompute] + ["documents"] * self.document_mask
-        return " ".join(words + rest)
+        rest = [self.model, f"layers={self.num_layers} m={self.micro_batches}", self.recompute]
+        return " ".join(words + rest + ["documents"] * self.document_mask)
 
 
 def run_config(case: Case) -> RunConfig:
@@ -75,7 +79,7 @@ def run_config(case: Case) -> RunConfig:
         RunConfig,
         {
             "run": {"dir": "unused"},
-            "model": MODELS[case.model],
+            "model": {"num_layers": case.num_layers, **MODELS[case.model]},
             "data": {
                 "train": [{"path": "unused"}], "tokenizer": "bytes", "sequence_length": LENGTH,
                 "document_mask": case.document_mask,

@@ -117,7 +117,7 @@ def test_what_a_checkpoint_says_is_read_back(tmp_path: Any, monkeypatch: pytest.
     parts.optimizer.step_count = 3
     save_run(parts, 3, {"productive_seconds": 1.0})
     load_newest = state.load_newest
-    monkeypatch.setattr(state, "load_newest", lambda *a: (lambda f: (f[0], Watched(f[1])))(load_newest(*a)))
+    monkeypatch.setattr(state, "load_newest", lambda *a, **k: (lambda f: (f[0], Watched(f[1])))(load_newest(*a, **k)))
     again = make_parts(run_config(run={"dir": str(tmp_path)}), 1)
     again.corpus = parts.corpus
     found = load_newest_run(again)
@@ -125,7 +125,7 @@ def test_what_a_checkpoint_says_is_read_back(tmp_path: Any, monkeypatch: pytest.
     meta = found[1]
     assert meta["step"] == 3  # the loop's own look
     assert (again.loader.consumed_samples, again.optimizer.step_count) == (24, 3)
-    assert set(meta) - meta.seen == {"config", "code_version", "productive_seconds"}
+    assert set(meta) - meta.seen == {"code_version", "productive_seconds"}
 
 
 def test_decay_is_by_kind_and_by_choice() -> None:
