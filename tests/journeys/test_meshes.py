@@ -110,6 +110,20 @@ def test_a_killed_stage_ends_the_run_soon(data, tmp_path):
     assert all(r["loss"] > 0 for r in records(tmp_path / "run"))
 
 
+@pytest.mark.slow
+def test_a_silent_stage_ends_the_run_by_name(data, tmp_path):
+    import psutil
+
+    config = write_config(tmp_path, data)
+    words = overrides(parallel__pp=2, train__steps=100000, train__timeout_seconds=5)
+    process = start("pretrain", config, "--nproc", "2", *words)
+    wait_for(lambda: len(records(tmp_path / "run")) >= 1, process, seconds=120)
+    psutil.Process(process.pid).children()[1].suspend()
+    _, said = process.communicate(timeout=100)  # the launcher kills what does not end within 30 s
+    assert process.returncode == 1 and "rank 0: a peer was silent for train.timeout_seconds" in said
+    assert "this is a bug" not in said
+
+
 @pytest.mark.parametrize("verb", [("check", "--ranks"), ("pretrain", "--nproc")], ids=["check", "pretrain"])
 def test_all_broken_rules_of_a_mesh_at_once(data, tmp_path, verb):
     broken = {
