@@ -72,7 +72,8 @@ def _be_a_rank(config: object, debug: bool) -> int:
         raise type(error)(f"rank {rank}: {error}") from error
     except RuntimeError as error:
         if "Timed out waiting" in str(error) and not debug:  # gloo's words
-            print(f"megafp8 pretrain: rank {rank}: a peer was silent for train.timeout_seconds, stopping", file=sys.stderr)
+            silent = "a peer was silent for train.timeout_seconds, stopping"
+            print(f"megafp8 pretrain: rank {rank}: {silent}", file=sys.stderr)
             return 1
         # a peer that died first has already said why; this rank only adds that its connection is gone
         if debug or not any(text in str(error) for text in ("closed by peer", "Connection reset")):
