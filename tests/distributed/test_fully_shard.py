@@ -118,5 +118,6 @@ def test_a_rank_holds_its_share() -> None:
 
 def test_zero_bubble_schedules_are_refused() -> None:
     config = run_config(parallel={"dp": 1, "pp": 2, "schedule": "zb_h1", "dp_shard": "full"})
-    (problem,) = check_run(config, 2)
+    problem, *hints = check_run(config, 2)
     assert 'nearest: schedule = "1f1b", or dp_shard = "optimizer"' in problem
+    assert all("nearest mesh" in hint for hint in hints)
