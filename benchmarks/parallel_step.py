@@ -50,12 +50,13 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Tokens of a step on all ranks."""
-        return self.micro_batch * self.micro_batches * LENGTH * (self.ranks if self.axis == "dp" else 1)
+        return self.micro_batch * self.micro_batches * LENGTH * (self.ranks if self.axis in ("dp", "apart") else 1)
 
 
 SETTINGS = {
     "1 x 2 threads": Setting("none", 1, 2, 4, 2),
     "1 x 1 thread": Setting("none", 1, 1, 4, 1),
+    "2 x 1 apart": Setting("apart", 2, 1, 4, 1),  # two runs that know nothing of each other, at the same time
     "tp 2": Setting("tp", 2, 1, 4, 2),
     "dp 2": Setting("dp", 2, 1, 4, 1),
     "pp 2": Setting("pp", 2, 1, 1, 8),
@@ -83,8 +84,8 @@ def made_parts(
     parallel: Mapping[str, int] | None = None,
     recipe: str = "none",
 ) -> Parts:
-    """The trainer around `tokens` [B, S], every rank's micro-batch, on the processes that the environment tells of."""
-    launch = init_distributed("cpu", os.environ)
+    """The trainer around `tokens` [B, S], every rank's micro-batch, one process, or those of `parallel`."""
+    launch = init_distributed("cpu", os.environ if parallel else {})
     replicas = (parallel or {}).get("dp", 1)
     sections: dict[str, Any] = {
         "run": {"dir": "unused"},
@@ -109,7 +110,7 @@ def ours(setting: Setting, precision: str) -> Callable[[], float]:
         {"preset": "bench"},
         tokens,
         micro_batches=setting.micro_batches,
-        parallel={} if setting.axis == "none" else {setting.axis: setting.ranks},
+        parallel={} if setting.axis in ("none", "apart") else {setting.axis: setting.ranks},
         recipe="delayed" if precision == "fp8" else "none",
     )
     return lambda: train_step(parts, 1, 3e-4).loss
@@ -169,12 +170,14 @@ def show(result: dict[str, dict[str, Any]]) -> None:
             f"{row['of_one_process']:>14.2f}{ratio:>14}{row['mfu_full'] * 100:>14.0f}{row['peak_bytes'] / 1e6:>14.0f}"
             f"{row['first_step_seconds']:>14.1f}"
         )
-    for whose in ("ours", "megatron"):
-        two, one = result.get(f"{whose} dp 2"), result.get(f"{whose} 1 x 1 thread")
-        if two and one:
-            kept = two["tokens_per_second"] / one["tokens_per_second"] / 2
+    two = result.get("ours dp 2")
+    for ideal, factor in (("ours 1 x 1 thread", 2), ("ours 2 x 1 apart", 1)):
+        if two and (one := result.get(ideal)):
+            kept = two["tokens_per_second"] / one["tokens_per_second"] / factor
             kept_cpu = two["tokens_per_cpu_second"] / one["tokens_per_cpu_second"]
-            print(f"{whose}: dp 2 has {kept:.2f} of two ideal ranks (wall clock), {kept_cpu:.2f} in CPU seconds")
+            what = f"{factor} x " if factor > 1 else ""
+            what += ideal.removeprefix("ours ")
+            print(f"dp 2 has {kept:.2f} of {what} (wall clock), {kept_cpu:.2f} in CPU seconds")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     meshes = list(dict.fromkeys(["1 x 2 threads", *(options.only or SETTINGS)]))
     names = [f"ours {mesh}" for mesh in meshes]
     if megatron_peer.version():
-        names += [f"megatron {mesh}" for mesh in meshes]
+        names += [f"megatron {mesh}" for mesh in meshes if SETTINGS[mesh].axis != "apart"]
         print(f"peer: megatron-core {megatron_peer.version()}, patched to run on a CPU")
     else:
         print("megatron-core is not installed: no peer (pip install --no-deps megatron-core)")
