@@ -9,6 +9,7 @@ compare: they hold on a busy machine too. "MFU" is against this machine's own me
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -46,6 +47,17 @@ class Setting:
     threads: int
     micro_batch: int
     micro_batches: int
+    dp_shard: str = "none"
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The configuration's section; empty for one process."""
+        return {} if self.axis in ("none", "apart") else {self.axis: self.ranks, "dp_shard": self.dp_shard}
+
+    @property
+    def of_peer(self) -> bool:
+        """Whether megatron-core is measured on it too."""
+        return self.axis != "apart" and self.dp_shard == "none"
 
     @property
     def tokens(self) -> int:
@@ -59,6 +71,7 @@ SETTINGS = {
     "2 x 1 apart": Setting("apart", 2, 1, 4, 1),  # two runs that know nothing of each other, at the same time
     "tp 2": Setting("tp", 2, 1, 4, 2),
     "dp 2": Setting("dp", 2, 1, 4, 1),
+    "dp 2 ZeRO-1": Setting("dp", 2, 1, 4, 1, dp_shard="optimizer"),
     "pp 2": Setting("pp", 2, 1, 1, 8),
 }
 BASE = "ours 1 x 2 threads"
@@ -81,7 +94,7 @@ def made_parts(
     tokens: torch.Tensor,
     *,
     micro_batches: int,
-    parallel: Mapping[str, int] | None = None,
+    parallel: Mapping[str, Any] | None = None,
     recipe: str = "none",
 ) -> Parts:
     """The trainer around `tokens` [B, S], every rank's micro-batch, one process, or those of `parallel`."""
@@ -110,7 +123,7 @@ def ours(setting: Setting, precision: str) -> Callable[[], float]:
         {"preset": "bench"},
         tokens,
         micro_batches=setting.micro_batches,
-        parallel={} if setting.axis in ("none", "apart") else {setting.axis: setting.ranks},
+        parallel=setting.parallel,
         recipe="delayed" if precision == "fp8" else "none",
     )
     return lambda: train_step(parts, 1, 3e-4).loss
@@ -170,14 +183,15 @@ def show(result: dict[str, dict[str, Any]]) -> None:
             f"{row['of_one_process']:>14.2f}{ratio:>14}{row['mfu_full'] * 100:>14.0f}{row['peak_bytes'] / 1e6:>14.0f}"
             f"{row['first_step_seconds']:>14.1f}"
         )
-    two = result.get("ours dp 2")
-    for ideal, factor in (("ours 1 x 1 thread", 2), ("ours 2 x 1 apart", 1)):
-        if two and (one := result.get(ideal)):
+    pairs = itertools.product(("dp 2", "dp 2 ZeRO-1"), (("ours 1 x 1 thread", 2), ("ours 2 x 1 apart", 1)))
+    for mesh, (ideal, factor) in pairs:
+        two, one = result.get(f"ours {mesh}"), result.get(ideal)
+        if two and one:
             kept = two["tokens_per_second"] / one["tokens_per_second"] / factor
             kept_cpu = two["tokens_per_cpu_second"] / one["tokens_per_cpu_second"]
             what = f"{factor} x " if factor > 1 else ""
             what += ideal.removeprefix("ours ")
-            print(f"dp 2 has {kept:.2f} of {what} (wall clock), {kept_cpu:.2f} in CPU seconds")
+            print(f"{mesh} has {kept:.2f} of {what} (wall clock), {kept_cpu:.2f} in CPU seconds")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -194,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     meshes = list(dict.fromkeys(["1 x 2 threads", *(options.only or SETTINGS)]))
     names = [f"ours {mesh}" for mesh in meshes]
     if megatron_peer.version():
-        names += [f"megatron {mesh}" for mesh in meshes if SETTINGS[mesh].axis != "apart"]
+        names += [f"megatron {mesh}" for mesh in meshes if SETTINGS[mesh].of_peer]
         print(f"peer: megatron-core {megatron_peer.version()}, patched to run on a CPU")
     else:
         print("megatron-core is not installed: no peer (pip install --no-deps megatron-core)")
