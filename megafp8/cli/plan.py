@@ -27,6 +27,7 @@ Without CONFIG only --parallel.* is known, and a schedule is planned for one lay
 busy time; a peak of 4 means the activations of 4 micro-batches of a rank's share of the layers, all stages even."""
 
 _SHOWN_RANKS = 16
+_DRAWN = 16  # micro-batches of a run that are drawn unless told otherwise: more could not be read
 _SHOWN_GROUPS = 4
 
 
@@ -209,19 +210,24 @@ def _plan_schedule(
         # without a model there are as many layers as all schedules can split
         layers = layers or 2 * parallel.pp * max(1, parallel.virtual_stages)
         choices, refused = alternatives(parallel, layers)
-    plans = [
-        plan_step(choice, layers or num_stages(choice), micro_batches, costs, loss_layers=args.loss_layers)
-        for choice in choices
-    ]
-    if args.out:
-        from megafp8.plan.timeline import draw
 
-        write_atomic(Path(args.out), draw(plans, Path(args.out).suffix[1:].lower()))
+    def planned(count: int) -> list[StepPlan]:
+        return [
+            plan_step(choice, layers or num_stages(choice), count, costs, loss_layers=args.loss_layers)
+            for choice in choices
+        ]
+
+    plans = planned(micro_batches)
     _print_plans(console, plans, costs, compare=args.compare)
     for line in refused:
         console.print(f"left out: {line}", soft_wrap=True)
     if args.out:
-        console.print(f"wrote {args.out}", soft_wrap=True)
+        from megafp8.plan.timeline import draw
+
+        drawn = micro_batches if args.micro_batches else min(micro_batches, max(_DRAWN, 3 * parallel.pp))
+        write_atomic(Path(args.out), draw(planned(drawn), Path(args.out).suffix[1:].lower()))
+        fewer = f" with {drawn} of {micro_batches} micro-batches (--micro-batches {micro_batches} draws all)"
+        console.print(f"wrote {args.out}{fewer if drawn < micro_batches else ''}", soft_wrap=True)
 
 
 def _micro_batches(config: RunConfig, world: int) -> int:

@@ -35,6 +35,15 @@ def test_schedule_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert picture.read_text().lstrip().startswith("<?xml")
 
 
+def test_a_long_step_is_drawn_with_as_many_micro_batches_as_can_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", "--schedule", TOML, "--parallel.pp=4", "--out", str(tmp_path / "timeline.svg")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "512 micro-batches" in out and "with 16 of 512 micro-batches (--micro-batches 512 draws all)" in out
+
+
 def test_comparison_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--compare", "--parallel.pp", "4", "--micro-batches", "12"]) == 0
     lines = capsys.readouterr().out.splitlines()
