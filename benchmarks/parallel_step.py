@@ -189,8 +189,7 @@ def show(result: dict[str, dict[str, Any]]) -> None:
         if two and one:
             kept = two["tokens_per_second"] / one["tokens_per_second"] / factor
             kept_cpu = two["tokens_per_cpu_second"] / one["tokens_per_cpu_second"]
-            what = f"{factor} x " if factor > 1 else ""
-            what += ideal.removeprefix("ours ")
+            what = "twice one process alone" if factor == 2 else "two processes apart, at the same time"
             print(f"{mesh} has {kept:.2f} of {what} (wall clock), {kept_cpu:.2f} in CPU seconds")
 
 
