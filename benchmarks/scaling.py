@@ -84,7 +84,7 @@ def draw(measured: dict[str, list[float]], path: Path) -> None:
         panel.plot(at, measured[what], "o", color="#1f5fa8", label="measured")
         for x, point, seconds in zip(at, points, measured[what], strict=True):
             panel.annotate(f"{point.length * point.micro_batches / seconds:,.0f} tokens/s", (x, seconds),
-                           textcoords="offset points", xytext=(6, -12), fontsize=8)  # fmt: skip
+                           textcoords="offset points", xytext=(-6, 6), fontsize=8, ha="right")  # fmt: skip
         panel.set(xscale="log", yscale="log", xlabel=what)
         panel.set_xticks(at, [str(x) for x in at])
         panel.minorticks_off()
