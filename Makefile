@@ -33,6 +33,9 @@ $(READY): setup.py requirements.lock
 	@$(PIP) --editable '.[dev]' setuptools
 	@# megatron-core is what tests compare file formats with; where it does not install, those tests say so
 	@$(PIP) --no-deps megatron-core || echo "setup: megatron-core did not install; tests/contract will say so"
+	@# Transformer Engine's Python alone, away from the path: without its compiled part an import of it fails
+	@$(PIP) einops onnxscript && $(PIP) --no-deps --upgrade --target $(VENV)/contract transformer-engine || \
+	  echo "setup: transformer-engine's wheel did not install; tests/contract/test_te_* will say so"
 	@if [ "$(GPU)" = 1 ]; then $(PIP) --no-build-isolation --editable '.[gpu]' || { \
 	  echo "make setup: Transformer Engine did not build, see above; make setup without GPU=1 gives the rest" >&2; exit 2; }; fi
 	@touch $@ $(VENV)/.ready

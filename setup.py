@@ -29,7 +29,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]"],
     "corpus": ["tokenizers"],
     "hf": HF,
-    "contract": ["megatron-core"],
+    "contract": ["megatron-core", "transformer-engine", "einops", "onnxscript"],
     "dev": [*HF, "pytest", "pytest-xdist", "psutil", "ruff", "mypy"],
 }
 

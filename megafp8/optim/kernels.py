@@ -62,7 +62,7 @@ def _load_te(device: torch.device, dtype: torch.dtype) -> Kernel | str:
     try:
         import transformer_engine.pytorch  # noqa: F401 - loads the library behind the next import
         import transformer_engine_torch
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its Python without the compiled part
         return f"Transformer Engine cannot be loaded ({error})"
     return _multi_tensor(transformer_engine_torch.multi_tensor_adam, device)
 
