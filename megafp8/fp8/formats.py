@@ -1,8 +1,8 @@
-"""Number formats: E4M3, E5M2, E8M0, E2M1 and BF16, their limits, tables and saturating casts.
+"""Number formats: E4M3, E5M2, E8M0, E2M1, UE4M3 and BF16, their limits, tables and saturating casts.
 
 No scale lives here (that is a recipe's business) and no GEMM. The casts follow what NVIDIA's `cuda_fp8.hpp` does
 under SATFINITE: round to nearest even, anything beyond the largest value (and infinity) becomes that value, NaN
-stays NaN.
+stays NaN. Stochastic rounding draws from a hash of a seed and the element's index, so there is no generator state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Format:
 
     Attributes:
         name: as people write it, e.g. "E4M3".
-        exponent_bits, mantissa_bits: a sign bit comes on top (E8M0 has none).
+        exponent_bits, mantissa_bits: a sign bit comes on top (E8M0 and UE4M3 have none).
         bias: what is subtracted from the exponent field.
         max: largest finite value; casts saturate to it.
         dtype: torch's dtype that holds the codes, None where torch has none.
@@ -42,7 +42,7 @@ class Format:
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value, log2."""
-        return -self.bias if not self.signed else 1 - self.bias
+        return -self.bias if self.mantissa_bits == 0 else 1 - self.bias  # E8M0 has no subnormals and no zero
 
     @property
     def smallest_normal(self) -> float:
@@ -60,14 +60,16 @@ E5M2 = Format("E5M2", 5, 2, 15, 57344.0, torch.float8_e5m2)
 # OCP Microscaling Formats rev. 1.0: a scale, powers of two only, code 255 is NaN.
 E8M0 = Format("E8M0", 8, 0, 127, 2.0**127, torch.float8_e8m0fnu, signed=False)
 E2M1 = Format("E2M1", 2, 1, 1, 6.0, None)
+# NVFP4's block scales: E4M3 without its sign, held in bytes of E4M3.
+UE4M3 = Format("UE4M3", 4, 3, 7, 448.0, torch.float8_e4m3fn, signed=False)
 BF16 = Format("BF16", 8, 7, 127, 3.3895313892515355e38, torch.bfloat16)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E8M0, E2M1, BF16)}
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E8M0, E2M1, UE4M3, BF16)}
 
 
 def clamp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """`x` as fp32, limited to the finite range of `fmt`; NaN stays NaN. fp32, same shape."""
-    return x.float().clamp(-fmt.max, fmt.max)
+    return x.float().clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
 
 
 def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -79,7 +81,7 @@ def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     Returns:
         Codes of dtype `fmt.dtype`, same shape. Not for E2M1 and E8M0, see `encode_e2m1`, `encode_e8m0`.
     """
-    assert fmt.dtype is not None and fmt.signed, f"{fmt.name} has no direct cast"
+    assert fmt.dtype is not None and fmt != E8M0, f"{fmt.name} has no direct cast"
     # torch's own cast overflows to infinity (E5M2) or, in old releases, NaN (E4M3): clamp before the cast
     return clamp(x, fmt).to(fmt.dtype)
 
@@ -112,6 +114,70 @@ def rounder(fmt: Format) -> Callable[[torch.Tensor], torch.Tensor]:
         return torch.copysign((v + push) - push, v)
 
     return round_values
+
+
+def round_stochastic(x: torch.Tensor, fmt: Format, noise: torch.Tensor) -> torch.Tensor:
+    """`x` rounded to one of its two neighbours in `fmt`, the nearer the likelier, so that the mean is `x`.
+
+    Args:
+        x: any floating dtype, any shape; saturates like `cast`, NaN stays NaN.
+        noise: fp32 in [0, 1), same shape, of `uniform_noise`: rounds up in magnitude where it is below the distance to
+            the lower neighbour, in units of the step.
+
+    Returns:
+        Values of `fmt`, fp32, same shape. Every operation is exact: only the choice is by chance.
+    """
+    v = clamp(x, fmt)
+    magnitude = v.abs()
+    # the power of two at or below: the bits of the exponent alone
+    power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=fmt.smallest_normal)
+    step = power * 2.0**-fmt.mantissa_bits
+    steps = magnitude / step
+    lower = steps.floor()
+    rounded = (lower + (steps - lower > noise).float()) * step
+    return torch.where(v.isnan(), v, torch.copysign(rounded, v))
+
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def _mixed(h: torch.Tensor) -> torch.Tensor:
+    """32 bits (in int64) to 32 bits that look random, one to one: "lowbias32" of Wellons' hash prospector.
+
+    The second factor is 0x846CA68B less 2**32: the same bits, and no product overflows 64 bits.
+    """
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _LOW_32
+    h = ((h ^ (h >> 15)) * (0x846CA68B - (1 << 32))) & _LOW_32
+    return h ^ (h >> 16)
+
+
+def uniform_noise(seed: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
+    """Uniform noise for `round_stochastic`, a function of the seed and the element's place alone.
+
+    Args:
+        seed: int64 [1].
+        shape: what to fill; the index of an element counts along the last dim first.
+
+    Returns:
+        fp32 of `shape`: odd multiples of 2**-24 in (0, 1), so that a probability is met within 2**-24.
+    """
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
+    first = _mixed((seed + 0x9E3779B9) & _LOW_32)
+    second = _mixed(first ^ ((seed >> 32) & _LOW_32))
+    # two rounds with two keys: with one, another seed would give the same numbers in another order
+    bits = _mixed((_mixed((index ^ first) & _LOW_32) + second) & _LOW_32)
+    return (((bits >> 9) * 2 + 1).float() * 2.0**-24).view(shape)
+
+
+def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes [R, C], uint8 0..15, two to a byte [R, ceil(C / 2)]: the even column in the low nibble."""
+    low, high = codes[:, ::2], codes[:, 1::2]
+    return low | (torch.nn.functional.pad(high, (0, low.shape[1] - high.shape[1])) << 4)
+
+
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """`pack_e2m1` undone: uint8 [R, B] to [R, 2 B]."""
+    return torch.stack([packed & 0xF, packed >> 4], dim=2).flatten(1)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -148,16 +214,17 @@ def table(fmt: Format) -> torch.Tensor:
     codes = torch.arange(2**fmt.bits, dtype=torch.int64)
     exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
     fraction = (codes & (2**fmt.mantissa_bits - 1)).double() / 2**fmt.mantissa_bits
-    if not fmt.signed:
+    if fmt == E8M0:
         return torch.where(codes == 255, math.nan, torch.exp2((codes - fmt.bias).double())).float()
     normal = torch.exp2((exponent - fmt.bias).double()) * (1.0 + fraction)
     value = torch.where(exponent == 0, fmt.smallest_normal * fraction, normal)
     if fmt == E5M2:
         special = torch.where(fraction == 0, math.inf, math.nan)
         value = torch.where(exponent == 31, special.double(), value)
-    if fmt == E4M3:
+    if fmt in (E4M3, UE4M3):
         value = torch.where((codes & 0x7F) == 0x7F, math.nan, value)
-    return torch.where(codes >> (fmt.bits - 1) == 1, -value, value).float()
+    negative = codes >= 2 ** (fmt.exponent_bits + fmt.mantissa_bits)
+    return torch.where(negative, -value, value).float()
 
 
 def finite_values(fmt: Format) -> torch.Tensor:

@@ -26,19 +26,29 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is quantized, one scale for all of it.
+    """How one tensor is quantized: with one scale, or with one for each block of it.
 
     Attributes:
         format: of the codes.
-        power_2_scale: round the scale down to a power of two.
-        amax_epsilon: smallest amax that the scale is computed from.
+        block: (rows, columns) that share a scale; columns run along the dim that the GEMM sums over. None: one scale
+            for the tensor.
+        scale_format: of the block scales: None is fp32, E8M0 powers of two (MXFP8), UE4M3 under one fp32 factor of
+            the whole tensor (NVFP4).
+        power_2_scale: round an fp32 scale down to a power of two.
+        amax_epsilon: smallest amax that an fp32 scale is computed from.
         delayed: the scale comes from earlier tensors (`amax_history`), not from this one.
+        hadamard: the copy whose blocks run along the rows (for wgrad) is put through `blocks.hadamard` first.
+        stochastic: round up or down by chance, in proportion to the distances; needs a seed.
     """
 
     format: Format
+    block: tuple[int, int] | None = None
+    scale_format: Format | None = None
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
     delayed: bool = False
+    hadamard: bool = False
+    stochastic: bool = False
 
 
 class Recipe(Protocol):

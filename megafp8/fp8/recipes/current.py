@@ -31,7 +31,8 @@ class Current:
         return False
 
     def spec(self, role: str) -> TensorSpec:
-        return TensorSpec(format_of(self.fp8_format, role), self.use_power_2_scales, self.amax_epsilon)
+        fmt = format_of(self.fp8_format, role)
+        return TensorSpec(fmt, power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
 
     def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         return {}

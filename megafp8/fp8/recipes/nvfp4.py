@@ -1,0 +1,56 @@
+"""NVFP4: 4-bit values (E2M1), a scale of one byte (E4M3) for every 16, under one fp32 factor of the whole tensor.
+
+What keeps training stable: weights in square blocks, so that both GEMMs see the same weight; a random Hadamard
+transform of the operands of wgrad, which spreads outliers; stochastic rounding of gradients. No state. Source:
+"Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from megafp8.core.config import config_dataclass
+from megafp8.fp8.formats import E2M1, UE4M3
+from megafp8.fp8.recipe import TensorSpec
+
+
+@config_dataclass
+class NVFP4:
+    """NVFP4 with Transformer Engine's option names and defaults (`NVFP4BlockScaling`)."""
+
+    disable_rht: Annotated[bool, Field(description="no random Hadamard transform of wgrad's operands")] = False
+    disable_stochastic_rounding: Annotated[bool, Field(description="gradients rounded to nearest")] = False
+    disable_2d_quantization: Annotated[bool, Field(description="weights in blocks of 1x16 instead of 16x16")] = False
+
+    @property
+    def name(self) -> str:
+        return "nvfp4"
+
+    @property
+    def shares_amax(self) -> bool:
+        return False
+
+    def spec(self, role: str) -> TensorSpec:
+        square = role == "weight" and not self.disable_2d_quantization
+        return TensorSpec(
+            E2M1,
+            block=(16, 16) if square else (1, 16),
+            scale_format=UE4M3,
+            hadamard=role != "weight" and not self.disable_rht,
+            stochastic=role == "grad_output" and not self.disable_stochastic_rounding,
+        )
+
+    def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        return {}
+
+    def update(
+        self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor
+    ) -> None:
+        """Nothing to update."""
+
+
+RECIPE = NVFP4
