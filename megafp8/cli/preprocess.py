@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
             f"{split['bytes_per_token']:.2f} bytes/token, "
             f"unigram entropy {split['unigram_entropy_nats']:.3f} nats/token"
         )
+    if other := counts.get("num_other_language"):
+        print(f"{other:,} documents are not in {', '.join(config.source.languages)} and were left out")
     if counts["num_bad"]:
         print(f"{counts['num_bad']:,} bad records are listed in {result.folder / 'quarantine.jsonl'}")
     return 0

@@ -22,6 +22,13 @@ class SourceConfig:
         tuple[str, ...],
         Field(description="paths or globs (** too) from the current folder; plain, .gz and .zst are told by content"),
     ] = ()
+    valid_files: Annotated[
+        tuple[str, ...],
+        Field(description="the same for files whose documents are all for validation, whatever split.valid_share says"),
+    ] = ()
+    languages: Annotated[
+        tuple[str, ...], Field(description="take documents of these languages only; empty: of all; others are counted")
+    ] = ()
     text_key: Annotated[str, Field(min_length=1, description="jsonl: key of the text")] = "text"
     id_key: Annotated[str, Field(description="jsonl: key of the document's id; where it is missing: file:line")] = "id"
     language_key: Annotated[str, Field(description="jsonl: key of the language")] = "lang"
@@ -40,8 +47,9 @@ class SourceConfig:
     ] = False
 
     def __post_init__(self) -> None:
-        if self.kind == "python_stdlib" and self.files:
-            raise ValueError('files is for kind "jsonl" or "text"; python_stdlib reads the running Python, remove it')
+        for name in ("files", "valid_files") if self.kind == "python_stdlib" else ():
+            if getattr(self, name):
+                raise ValueError(f'{name} is for kind "jsonl" or "text"; python_stdlib reads this Python, remove it')
         if self.kind != "python_stdlib" and not self.files:
             raise ValueError(f'files is empty, but kind is "{self.kind}"; give paths or globs')
         try:

@@ -50,11 +50,12 @@ class Bad:
 
 @dataclass(frozen=True)
 class Record:
-    """What a reader yields: a raw line, a ready document, or a problem."""
+    """What a reader yields: a raw line, a ready document, or a problem; `held_out` if its file is for validation."""
 
     file: str
     line: int
     data: bytes | Document | Bad
+    held_out: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +121,11 @@ def excerpt(data: bytes) -> str:
 def text_hash(text: str, seed: int) -> int:
     """64-bit hash of a text (xxh3 of its UTF-8)."""
     return xxhash.xxh3_64_intdigest(text.encode("utf-8"), seed=seed)
+
+
+def is_wanted(document: Document, config: SourceConfig) -> bool:
+    """Whether a document is in one of the languages asked for."""
+    return not config.languages or document.language in config.languages
 
 
 def split_of(text: str, config: SplitConfig) -> str:

@@ -10,7 +10,7 @@ import codecs
 import glob
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -72,7 +72,7 @@ def find_files(patterns: tuple[str, ...]) -> list[InputFile]:
         matches = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
-            raise DataError(f"{pattern!r} matches no file (looked from {Path.cwd()}); correct source.files")
+            raise DataError(f"{pattern!r} matches no file (looked from {Path.cwd()}); correct source.files or source.valid_files")
         found.update(files)
     return [input_file(path) for path in sorted(found)]
 
@@ -82,7 +82,8 @@ class FileSource:
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
-        self.files = find_files(config.files)
+        self.held_out = {file.path for file in find_files(config.valid_files)}
+        self.files = find_files(config.files + config.valid_files)
         self.checksums: dict[str, str] = {}
         self.position = 0
 
@@ -103,7 +104,7 @@ class FileSource:
         try:
             for record in read(path, stream, self.config):
                 self.position = before + stream.position
-                yield record
+                yield replace(record, held_out=True) if path in self.held_out else record
             self.checksums[path] = stream.checksum()
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -24,7 +24,7 @@ import numpy as np
 
 from megafp8.core.errors import DataError, ResourceError
 from megafp8.corpus.config import SourceConfig, SplitConfig
-from megafp8.corpus.documents import Bad, Document, Record, parse, split_of
+from megafp8.corpus.documents import Bad, Document, Record, is_wanted, parse, split_of
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 
 _BATCH_BYTES = 1 << 20
@@ -72,6 +72,7 @@ class Encoded:
     bad: list[Bad]
     num_records: int
     num_empty: int
+    num_other_language: int
 
 
 def batches(records: Iterator[Record]) -> Iterator[list[Record]]:
@@ -100,7 +101,7 @@ def encode_batch(job: Job, batch: list[Record]) -> Encoded:
     """Parse, split and encode the records of a batch, in order."""
     documents: dict[str, list[Document]] = {"train": [], "valid": []}
     bad: list[Bad] = []
-    records = empty = 0
+    records = empty = other = 0
     for record in batch:
         document = parse(record, job.source)
         records += document is not None
@@ -108,11 +109,13 @@ def encode_batch(job: Job, batch: list[Record]) -> Encoded:
             bad.append(document)
         elif document is not None and document.is_empty:
             empty += 1
+        elif document is not None and not is_wanted(document, job.source):
+            other += 1
         elif document is not None:
-            documents[split_of(document.text, job.split)].append(document)
+            documents["valid" if record.held_out else split_of(document.text, job.split)].append(document)
     tokenizer = _tokenizer(job.tokenizer, job.fingerprint)
     parts = {split: _encode(found, tokenizer, np.dtype(job.dtype)) for split, found in documents.items() if found}
-    return Encoded(parts, bad, records, empty)
+    return Encoded(parts, bad, records, empty, other)
 
 
 def _encode(documents: list[Document], tokenizer: Tokenizer, dtype: np.dtype) -> SplitPart:

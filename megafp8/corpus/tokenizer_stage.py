@@ -46,6 +46,9 @@ def source_values(config: CorpusConfig) -> dict[str, Any]:
     source = to_dict(config.source)
     for judging in ("max_bad_share", "keep_damaged_files"):
         del source[judging]
+    for later in ("valid_files", "languages"):  # keys that came later change no fingerprint where they are not used
+        if not source[later]:
+            del source[later]
     return {"source": source, "split": to_dict(config.split)}
 
 

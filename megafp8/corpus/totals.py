@@ -48,6 +48,7 @@ class Totals:
     splits: dict[str, SplitTotals] = field(default_factory=lambda: {"train": SplitTotals(), "valid": SplitTotals()})
     num_records: int = 0
     num_empty: int = 0
+    num_other_language: int = 0
     num_bad: int = 0
     first_bad: str = ""
     damaged: list[str] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Totals:
             self.splits[name].add(part)
         self.num_records += encoded.num_records
         self.num_empty += encoded.num_empty
+        self.num_other_language += encoded.num_other_language
         self.num_bad += len(encoded.bad)
         if encoded.bad and not self.first_bad:
             self.first_bad = str(encoded.bad[0])
@@ -93,8 +95,12 @@ class Totals:
                 "--source.keep_damaged_files true"
             )
         if not self.num_documents:
-            raise DataError(f"no documents: {self.num_records} records, {self.num_empty} of them without text")
+            wanted = ", ".join(config.source.languages)
+            other = f", {self.num_other_language} not in source.languages ({wanted})" if wanted else ""
+            raise DataError(f"no documents: {self.num_records} records, {self.num_empty} of them without text{other}")
         for name, share in (("train", 1.0), ("valid", config.split.valid_share)):
+            if name == "valid" and config.source.valid_files and not self.splits[name].documents:
+                raise DataError(f"no validation document in source.valid_files {', '.join(config.source.valid_files)}")
             if share and not self.splits[name].documents:
                 raise DataError(
                     f"none of {self.num_documents} documents fell into the {name} split at --split.valid_share "

@@ -19,7 +19,7 @@ import sentencepiece
 
 from megafp8.core.errors import DataError
 from megafp8.corpus.config import CorpusConfig, TokenizerConfig
-from megafp8.corpus.documents import Document, parse, split_of, text_hash
+from megafp8.corpus.documents import Document, is_wanted, parse, split_of, text_hash
 from megafp8.corpus.progress import Progress
 from megafp8.corpus.readers import Source
 
@@ -42,7 +42,9 @@ def train_documents(source: Source, config: CorpusConfig, progress: Progress) ->
     documents = text_bytes = 0
     for record in source.records():
         document = parse(record, config.source)
-        if not isinstance(document, Document) or document.is_empty:
+        if not isinstance(document, Document) or document.is_empty or record.held_out:
+            continue
+        if not is_wanted(document, config.source):
             continue
         if split_of(document.text, config.split) == "train":
             documents += 1

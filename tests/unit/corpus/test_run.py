@@ -206,6 +206,27 @@ def test_tokenizer_sees_the_train_split_only(config: Callable, tmp_path: Path) -
     assert info["train_documents"] == len(IndexedDataset(tmp_path / "out" / "train"))
 
 
+def test_languages_and_files_for_validation(config: Callable, tmp_path: Path, text: Path) -> None:
+    rest = [json.loads(line) for path in sorted(text.iterdir()) for line in path.read_text().splitlines()]
+    (text / "heldout.jsonl").write_text("".join(json.dumps(d) + "\n" for d in rest[:40]))
+    for path in text.glob("part-*"):  # the same texts in both would be no held-out text
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(lines[40:] if path.name == "part-0.jsonl" else lines) + "\n")
+    german = sum(document.get("lang") == "de" for document in rest)
+    source = {"valid_files": [f"{text}/heldout*"], "languages": ["de"]}
+    counts = preprocess(config(source=source, split={"valid_share": 0.0})).manifest["counts"]
+    assert counts["splits"]["valid"]["documents"] == sum(document.get("lang") == "de" for document in rest[:40])
+    assert counts["splits"]["train"]["documents"] + counts["splits"]["valid"]["documents"] == german
+    assert counts["num_other_language"] == 600 - german - counts["num_empty"]
+    assert counts["splits"]["train"]["languages"] == {"de": counts["splits"]["train"]["documents"]}
+    again = preprocess(config(source=source, split={"valid_share": 0.0}))
+    assert again.was_done and again.manifest["counts"] == counts
+    with pytest.raises(DataError, match=r"598 not in source.languages \(fr\)"):
+        preprocess(config("none", source={"languages": ["fr"]}, tokenizer={"path": "bytes"}))
+    info = read_json(tmp_path / "out" / "tokenizer_info.json")
+    assert info["train_documents"] == counts["splits"]["train"]["documents"], "the tokenizer sees none of the rest"
+
+
 def test_text_files_and_named_tokenizer(config: Callable, tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / f"doc{i}.txt").write_text(f"document {i}\n" * 10)
