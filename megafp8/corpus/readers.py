@@ -72,7 +72,8 @@ def find_files(patterns: tuple[str, ...]) -> list[InputFile]:
         matches = [expanded] if os.path.isfile(expanded) else glob.glob(expanded, recursive=True)
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
-            raise DataError(f"{pattern!r} matches no file (looked from {Path.cwd()}); correct source.files or source.valid_files")
+            where = f"(looked from {Path.cwd()}); correct source.files or source.valid_files"
+            raise DataError(f"{pattern!r} matches no file {where}")
         found.update(files)
     return [input_file(path) for path in sorted(found)]
 
