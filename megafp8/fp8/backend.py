@@ -10,7 +10,7 @@ from megafp8.core.config import nearest
 from megafp8.core.errors import ConfigError
 from megafp8.fp8.backends.emulated import Emulated
 from megafp8.fp8.backends.native import Native, missing_hardware
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.quantized import Operand, QuantizedTensor
 from megafp8.fp8.recipe import Recipe, TensorSpec
 
 NAMES = ("auto", "emulated", "native")
@@ -18,7 +18,7 @@ MODES = ("fast", "exact")
 
 
 class Backend(Protocol):
-    """Quantization and the three GEMMs of a linear layer; shapes as in backends/emulated."""
+    """Quantization, and the GEMM of two operands; shapes as in backends/emulated."""
 
     @property
     def name(self) -> str: ...
@@ -29,18 +29,21 @@ class Backend(Protocol):
     def supports(self, recipe: Recipe, in_features: int, out_features: int) -> str | None: ...
 
     def quantize(
-        self, x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None
-    ) -> tuple[QuantizedTensor, torch.Tensor]: ...
+        self,
+        x: torch.Tensor,
+        spec: TensorSpec,
+        scale: torch.Tensor | None,
+        *,
+        columnwise: bool = True,
+        tensor_amax: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]: ...
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor: ...
+    def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor: ...
 
-    def fprop(
-        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
+    def gemm(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, *, precise: bool
     ) -> torch.Tensor: ...
-
-    def dgrad(self, grad: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def wgrad(self, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 def backend(

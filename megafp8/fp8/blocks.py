@@ -102,7 +102,7 @@ def decode_blocks(
     """The tensor that the codes stand for, computed in fp32.
 
     Args:
-        codes, scale_inv, tensor_amax: as in `BlockCodes`.
+        codes, scale_inv, tensor_amax: as in `BlockCodes`; without NVFP4's tensor_amax, code times block scale.
         columns: C; needed only for E2M1 with an odd C, whose last byte is half empty.
 
     Returns:
@@ -116,8 +116,7 @@ def decode_blocks(
     else:
         values = codes.float()
     factor = scale_inv.float()
-    if spec.scale_format == UE4M3:
-        assert tensor_amax is not None, "NVFP4's scales are relative to the tensor's amax"
+    if tensor_amax is not None:
         factor = factor * tensor_amax * (1.0 / (UE4M3.max * E2M1.max))
     return values * expanded(factor, spec.block, values.shape)
 

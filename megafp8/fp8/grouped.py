@@ -1,9 +1,10 @@
 """The experts' GEMMs in FP8: rows grouped by expert times stacked matrices, each group through the backend.
 
-One scale for all rows and one for all matrices of a layer's GEMM. Transformer Engine's GroupedLinear scales every
-expert by itself; here ranks and micro-batches with few rows of an expert do not move its scale, the scale is the same
-wherever an expert's rows are, and codes may travel as they are. Experts whose values are small lose nothing within the
-format's range, 2^15 for E4M3.
+Recipes with one scale for a tensor have one for all rows and one for all matrices of a layer's GEMM. Transformer
+Engine's GroupedLinear scales every expert by itself; here ranks and micro-batches with few rows of an expert do not
+move its scale, the scale is the same wherever an expert's rows are, and codes may travel as they are. Experts whose
+values are small lose nothing within the format's range, 2^15 for E4M3. Recipes with scales of blocks have them of each
+expert's own blocks: its rows begin where a block of the column-wise copy does, see `RowBlocks`.
 
 A group's rows are the summed dim of its weight gradient; real bytes are padded by zeros to the multiple that FP8 GEMMs
 take, which changes no value.
@@ -14,46 +15,81 @@ Shapes: R rows, E experts, K in and N out features; `counts` are the rows of eac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.backend import Backend
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.linear import LinearState
+from megafp8.fp8.quantized import Operand, QuantizedTensor
 from megafp8.fp8.recipe import DIM_MULTIPLE
 
 Tensor = torch.Tensor
 
 
+class RowBlocks:
+    """Rows moved apart so that every expert's begin at a multiple of the blocks that its weight gradient needs.
+
+    `counts` are the rows of each expert with the zeros that follow them. Source: Transformer Engine 2.20, Fp8Padding.
+    """
+
+    def __init__(self, counts: Sequence[int], multiple: int, device: torch.device) -> None:
+        self.counts = [-(-count // multiple) * multiple for count in counts]
+        begins = [sum(self.counts[:expert]) for expert in range(len(counts))]
+        spans = [torch.arange(begin, begin + n, device=device) for begin, n in zip(begins, counts, strict=True) if n]
+        self.places = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64, device=device)
+        self.is_identity = list(counts) == self.counts
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Rows [R, K] with zeros between the experts."""
+        if self.is_identity:
+            return x
+        return x.new_zeros((sum(self.counts), x.shape[1])).index_copy_(0, self.places, x)
+
+    def together(self, y: Tensor) -> Tensor:
+        """`apart` undone."""
+        return y if self.is_identity else y.index_select(0, self.places)
+
+
+def row_multiple(state: LinearState) -> int:
+    """What an expert's rows must be a multiple of: the blocks of the two operands of its weight gradient."""
+    return max(size for role in ("input", "grad_output") for size in state.roles[role].spec.block or (1,))
+
+
 def grouped_fprop(
-    backend: Backend, x: QuantizedTensor, weight: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
+    state: LinearState, x: QuantizedTensor, weight: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """x [R, K] times its expert's part of weight [E * N, K], transposed -> [R, N] of `dtype`."""
     num_out = weight.shape[0] // len(counts)
     out = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.data.device)
+    precise = x.rows.spec.block is not None  # as fp8/linear's fprop
     for expert, rows in _runs(counts):
-        out[rows] = backend.fprop(_part(x, rows), _matrix(weight, expert, num_out), None, dtype)
+        part = weight.rows.part(rows=_matrix(expert, num_out))
+        out[rows] = state.backend.gemm(x.rows.part(rows=rows), part, None, dtype, precise=precise)
     return out
 
 
 def grouped_dgrad(
-    backend: Backend, grad: QuantizedTensor, weight: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
+    state: LinearState, grad: QuantizedTensor, weight: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """grad [R, N] times its expert's part of weight [E * N, K] -> [R, K] of `dtype`."""
-    num_out = grad.shape[1]
-    out = torch.empty((grad.shape[0], weight.shape[1]), dtype=dtype, device=grad.data.device)
+    num_out, columns = grad.shape[1], weight.columnwise
+    out = torch.empty((grad.shape[0], columns.shape[0]), dtype=dtype, device=grad.data.device)
     for expert, rows in _runs(counts):
-        out[rows] = backend.dgrad(_part(grad, rows), _matrix(weight, expert, num_out), dtype)
+        part = columns.part(columns=_matrix(expert, num_out))
+        out[rows] = state.backend.gemm(grad.rows.part(rows=rows), part, None, dtype, precise=True)
     return out
 
 
 def grouped_wgrad(
-    backend: Backend, grad: QuantizedTensor, x: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
+    state: LinearState, grad: QuantizedTensor, x: QuantizedTensor, counts: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Each run of grad [R, N], transposed, times that of x [R, K] -> [E, N, K] of `dtype`; 0 where it is empty."""
-    out = torch.zeros((len(counts), grad.shape[1], x.shape[1]), dtype=dtype, device=grad.data.device)
+    left, right = grad.columnwise, x.columnwise
+    out = torch.zeros((len(counts), left.shape[0], right.shape[0]), dtype=dtype, device=left.data.device)
     for expert, rows in _runs(counts):
-        out[expert] = backend.wgrad(_padded(_part(grad, rows)), _padded(_part(x, rows)), dtype)
+        a, b = _padded(left.part(columns=rows)), _padded(right.part(columns=rows))
+        out[expert] = state.backend.gemm(a, b, None, dtype, precise=True)
     return out
 
 
@@ -65,17 +101,13 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         begin += count
 
 
-def _part(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    return QuantizedTensor(x.data[rows], x.scale_inv, x.format)
+def _matrix(expert: int, num_out: int) -> slice:
+    return slice(expert * num_out, (expert + 1) * num_out)
 
 
-def _matrix(weight: QuantizedTensor, expert: int, num_out: int) -> QuantizedTensor:
-    return _part(weight, slice(expert * num_out, (expert + 1) * num_out))
-
-
-def _padded(x: QuantizedTensor) -> QuantizedTensor:
-    missing = -x.shape[0] % DIM_MULTIPLE
-    if not missing or x.data.dtype.itemsize > 1:
+def _padded(x: Operand) -> Operand:
+    missing = -x.shape[-1] % DIM_MULTIPLE
+    if not missing or not x.holds_codes:
         return x
-    codes = F.pad(x.data.view(torch.uint8), (0, 0, 0, missing))  # the byte 0 is the value 0 in every format
-    return QuantizedTensor(codes.view(x.data.dtype), x.scale_inv, x.format)
+    codes = F.pad(x.data.view(torch.uint8), (0, missing))  # the byte 0 is the value 0 in every format
+    return replace(x, data=codes.view(x.data.dtype))

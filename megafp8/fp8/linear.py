@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megafp8.core.rng import seed_for
 from megafp8.fp8.backend import Backend
-from megafp8.fp8.formats import Format
 from megafp8.fp8.kernels import scaler
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.quantized import Operand, QuantizedTensor
 from megafp8.fp8.recipe import ROLES, Recipe, TensorSpec
 
-Observer = Callable[[str, torch.Tensor, QuantizedTensor, torch.Tensor], None]
+Observer = Callable[[str, torch.Tensor, QuantizedTensor, torch.Tensor | None], None]
 
 
 @dataclass
@@ -33,9 +33,9 @@ class RoleState:
     def scale(self) -> torch.Tensor | None:
         return self.tensors.get("scale")
 
-    def record(self, amax: torch.Tensor) -> None:
-        """Fold the amax [1] of a tensor of this micro-batch into the history's running entry."""
-        if "amax_history" in self.tensors:
+    def record(self, amax: torch.Tensor | None) -> None:
+        """Fold the amax [1] of a tensor of this micro-batch into the history's running entry, if there is one."""
+        if "amax_history" in self.tensors and amax is not None:
             running = self.tensors["amax_history"][:1]
             torch.maximum(running, amax, out=running)
 
@@ -43,7 +43,7 @@ class RoleState:
 @dataclass(frozen=True)
 class _CachedWeight:
     quantized: QuantizedTensor | None
-    amax: torch.Tensor
+    amax: torch.Tensor | None
     key: tuple[Any, ...]
     recorded: bool
     scale: torch.Tensor | None
@@ -57,9 +57,11 @@ class LinearState:
         name: the module's name, for statistics and checkpoints.
         keeps_weight: the quantized weight is kept for the step. Else, as where a weight's memory is given away between
             its passes (full sharding), it is made again for each use, until the cache is dropped with the same scale.
-        observer: called with (role, x, quantized, amax) at every quantization while statistics are armed.
+        observer: called with (role, x, quantized, amax) at every quantization while statistics are armed; `amax` is
+            None where scales are of blocks.
         shared_widely: whether amaxes of delayed scaling, if shared, are shared by all ranks of a pipeline stage and not
             by those of tp alone.
+        step: the optimizer step, as `begin_step` said.
     """
 
     name: str
@@ -68,9 +70,12 @@ class LinearState:
     device: torch.device | str = "cpu"
     observer: Observer | None = None
     shared_widely: bool = True
+    step: int = field(init=False, default=0)
     roles: dict[str, RoleState] = field(init=False)
     _cached: _CachedWeight | None = field(init=False, default=None)
     keeps_weight: bool = field(init=False, default=True)
+    _seed: int = field(init=False, default=0)
+    _draws: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.roles = {r: RoleState(self.recipe.spec(r), self.recipe.new_state(self.device)) for r in ROLES}
@@ -83,42 +88,69 @@ class LinearState:
         """Forget the quantized weight; call it when the weight or the scales were replaced."""
         self._cached = None
 
-    def one_scale(self, role: str) -> bool:
-        """Whether ranks that hold pieces of one tensor can quantize them with one scale: see `quantize`'s `group`.
+    def begin_step(self, step: int, seed: int) -> None:
+        """A new optimizer step, and the seed from which its stochastic rounding draws."""
+        self.step, self._seed, self._draws = step, seed, 0
 
-        Not so for delayed scaling without `reduce_amax`: there every rank has a scale of its own.
+    def alike(self, role: str, rows: int) -> bool:
+        """Whether ranks that hold `rows` rows each of one tensor make the codes of the whole: see `quantize`'s `group`.
+
+        Not so for delayed scaling without `reduce_amax`, where every rank has a scale of its own, and where a piece
+        ends inside a block of the column-wise copy.
         """
+        spec = self.roles[role].spec
+        if spec.block is not None:
+            return rows % max(spec.block) == 0
         return self.roles[role].scale is None or self.recipe.shares_amax
 
-    def one_scale_everywhere(self, role: str) -> bool:
-        """`one_scale` for any ranks of a pipeline stage."""
+    def alike_everywhere(self, role: str) -> bool:
+        """Whether any rank of a pipeline stage makes a row's codes as any other would, for all three GEMMs."""
+        if self.roles[role].spec.block is not None:
+            return False
         return self.roles[role].scale is None or (self.recipe.shares_amax and self.shared_widely)
 
     def quantize(
-        self, role: str, x: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None
+        self,
+        role: str,
+        x: torch.Tensor,
+        *,
+        record: bool,
+        group: dist.ProcessGroup | None = None,
+        columnwise: bool = True,
     ) -> QuantizedTensor:
         """Quantize `x` [M, K] in `role`, with its amax into the history if `record`.
 
         `group`: the ranks that hold the other pieces of the same tensor; a scale made from the tensor itself is then
-        made from its largest magnitude over all of them.
+        made from its largest magnitude over all of them. `columnwise`: also the transpose, for the weight gradient.
         """
         spec, scale = self.roles[role].spec, self.roles[role].scale
-        if group is not None and scale is None:
-            shared = self.backend.amax(x)
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-            scale = scaler(spec)(shared)
-        quantized, amax = self.backend.quantize(x, spec, scale)
+        amaxes = None
+        if group is not None and scale is None and (spec.block is None or spec.two_level):
+            amaxes = self.backend.amaxes(x, spec)
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+            if spec.block is None:
+                scale, amaxes = scaler(spec)(amaxes), None
+        quantized, amax = self.backend.quantize(
+            x, spec, scale, columnwise=columnwise, tensor_amax=amaxes, seed=self._noise(role)
+        )
         if record:
             self.roles[role].record(amax)
         if self.observer is not None:
             self.observer(role, x, quantized, amax)
         return quantized
 
+    def _noise(self, role: str) -> torch.Tensor | None:
+        if not self.roles[role].spec.stochastic:
+            return None
+        self._draws += 1
+        return torch.tensor([seed_for(self._seed, self.name, role, self._draws)], device=self.device)
+
     def quantized_weight(
-        self, weight: torch.Tensor, *, record: bool, rows: Sequence[slice] | None = None
+        self, weight: torch.Tensor, *, record: bool, rows: Sequence[slice] | None = None, columnwise: bool = True
     ) -> QuantizedTensor:
         """The weight [N, K], quantized once until the cache is dropped or the weight changes in place.
 
+        `columnwise`: also the transpose, for the input's gradient.
         `rows`: only these of it, one after the other. Its amax counts once for each quantization, in the first pass
         that records (an evaluation before it may have done the quantization: it must leave no trace).
         """
@@ -128,9 +160,10 @@ class LinearState:
         cached, role = self._cached, self.roles["weight"]
         if cached is None or cached.key != key:
             scale = role.scale if self.keeps_weight or role.scale is None else role.scale.clone()
-            cached = self._quantized_now(weight, rows, key, scale)
-        elif cached.quantized is None:
-            cached = replace(self._quantized_now(weight, rows, key, cached.scale), recorded=cached.recorded)
+            cached = self._quantized_now(weight, rows, key, scale, columnwise)
+        elif cached.quantized is None or (columnwise and not cached.quantized.has_columns):
+            again = self._quantized_now(weight, rows, key, cached.scale, columnwise)
+            cached = replace(again, recorded=cached.recorded)
         quantized = cached.quantized
         assert quantized is not None
         if record and not cached.recorded:
@@ -142,16 +175,80 @@ class LinearState:
         return quantized
 
     def _quantized_now(
-        self, weight: torch.Tensor, rows: Sequence[slice] | None, key: tuple[Any, ...], scale: torch.Tensor | None
+        self,
+        weight: torch.Tensor,
+        rows: Sequence[slice] | None,
+        key: tuple[Any, ...],
+        scale: torch.Tensor | None,
+        columnwise: bool,
     ) -> _CachedWeight:
         spec = self.roles["weight"].spec
-        quantized, amax = self.backend.quantize(picked(weight.detach(), rows), spec, scale)
+        quantized, amax = self.backend.quantize(picked(weight.detach(), rows), spec, scale, columnwise=columnwise)
         return _CachedWeight(quantized, amax, key, recorded=False, scale=scale)
+
+
+def begin_step(states: Iterable[LinearState], step: int, seed: int) -> None:
+    """Tell all layers that optimizer step `step` begins; `seed` (this rank's, of the step) is for random rounding."""
+    for state in states:
+        state.begin_step(step, seed)
 
 
 def picked(tensor: torch.Tensor, rows: Sequence[slice] | None) -> torch.Tensor:
     """These rows (along dim 0), one after the other, as a copy; None: the tensor as it is."""
     return tensor if rows is None else torch.cat([tensor[part] for part in rows])
+
+
+def fprop(
+    state: LinearState, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N] of `dtype`."""
+    # fast accumulation forward, the precise one backward: Transformer Engine's choice where one scale serves a tensor
+    return state.backend.gemm(x.rows, weight.rows, bias, dtype, precise=x.rows.spec.block is not None)
+
+
+def dgrad(state: LinearState, grad: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad [M, N] times weight [N, K] -> [M, K] of `dtype`."""
+    return state.backend.gemm(grad.rows, weight.columnwise, None, dtype, precise=True)
+
+
+def wgrad(state: LinearState, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad [M, N] transposed times x [M, K] -> [N, K] of `dtype`."""
+    return state.backend.gemm(grad.columnwise, x.columnwise, None, dtype, precise=True)
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a forward pass keeps of its quantized input for the weight gradient, apart from the tensors themselves.
+
+    The tensors go through save_for_backward: `pop` gives them once, `restored` takes them back.
+    """
+
+    like: Operand | None
+    of_columns: bool
+    tensors: tuple[torch.Tensor | None, ...]
+
+    @staticmethod
+    def of(x: QuantizedTensor | None) -> Kept:
+        """`x` None: nothing is kept."""
+        if x is None:
+            return Kept(None, False, ())
+        operand = x.rows if x.blockwise_columns is None else x.blockwise_columns
+        return Kept(operand, operand is not x.rowwise, (operand.data, operand.scale_inv, operand.tensor_amax))
+
+    def pop(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, to be saved; they are no longer held here."""
+        found, self.tensors = self.tensors, ()
+        if self.like is not None:
+            empty = self.like.data.new_empty(0)
+            self.like = replace(self.like, data=empty, scale_inv=empty, tensor_amax=None)
+        return found
+
+    def restored(self, saved: Sequence[torch.Tensor | None]) -> QuantizedTensor:
+        """The quantized input, fit for `wgrad`."""
+        data, scale_inv, tensor_amax = saved
+        assert self.like is not None and data is not None and scale_inv is not None
+        operand = replace(self.like, data=data, scale_inv=scale_inv, tensor_amax=tensor_amax)
+        return QuantizedTensor(None, operand) if self.of_columns else QuantizedTensor(operand)
 
 
 @torch.compiler.disable  # it has state; its kernels are compiled by themselves
@@ -183,31 +280,28 @@ class _QuantizedLinear(torch.autograd.Function):
         state: LinearState,
         record: bool,
     ) -> torch.Tensor:
-        x_quantized = state.quantize("input", x.detach().reshape(-1, x.shape[-1]), record=record)
-        w_quantized = state.quantized_weight(weight, record=record)
+        x_quantized = state.quantize("input", x.detach().reshape(-1, x.shape[-1]), record=record, columnwise=record)
+        w_quantized = state.quantized_weight(weight, record=record, columnwise=record)
         # through save_for_backward, so that activation recompute can free and remake it
-        ctx.save_for_backward(x_quantized.data, x_quantized.scale_inv)
-        ctx.state, ctx.weight, ctx.x_format = state, w_quantized, x_quantized.format
+        ctx.state, ctx.weight, ctx.kept = state, w_quantized, Kept.of(x_quantized if record else None)
+        ctx.save_for_backward(*ctx.kept.pop())
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y = state.backend.fprop(x_quantized, w_quantized, bias, x.dtype)
+        y = fprop(state, x_quantized, w_quantized, bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         state: LinearState = ctx.state
-        x_format: Format = ctx.x_format
         grad = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         # one quantization serves both GEMMs
         quantized = state.quantize("grad_output", grad, record=True)
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = state.backend.dgrad(quantized, ctx.weight, x_dtype).view(ctx.x_shape)
+            dx = dgrad(state, quantized, ctx.weight, x_dtype).view(ctx.x_shape)
         if ctx.needs_input_grad[1]:
-            data, scale_inv = ctx.saved_tensors
-            x = QuantizedTensor(data, scale_inv, x_format)
-            dw = state.backend.wgrad(quantized, x, weight_dtype)
+            dw = wgrad(state, quantized, ctx.kept.restored(ctx.saved_tensors), weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None

@@ -17,7 +17,7 @@ import torch
 
 from megafp8.core.config import build, nearest
 from megafp8.core.errors import ConfigError
-from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.formats import E4M3, E5M2, UE4M3, Format
 
 ROLES = ("input", "weight", "grad_output")
 DIM_MULTIPLE = 16  # cuBLAS's FP8 GEMM: both dims of a weight; a config that runs here must run there
@@ -49,6 +49,21 @@ class TensorSpec:
     delayed: bool = False
     hadamard: bool = False
     stochastic: bool = False
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the blocks' scales count in units of one fp32 scale of the tensor."""
+        return self.scale_format == UE4M3
+
+    @property
+    def same_both_ways(self) -> bool:
+        """Whether the transpose's codes are the transposed codes."""
+        return not self.hadamard and (self.block is None or self.block[0] == self.block[1])
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether bf16 holds every code times its block's scale: 8 bits for at most 4 + 0 or 2 + 4 of them."""
+        return self.scale_format is not None or self.power_2_scale
 
 
 class Recipe(Protocol):
@@ -138,11 +153,18 @@ def scale_inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.div(torch.ones_like(scale), scale)
 
 
-def dims_refusal(in_features: int, out_features: int) -> str | None:
-    """Why a weight of these dims cannot be multiplied in FP8, or None."""
+def dim_multiple(recipe: Recipe) -> int:
+    """What both dims of a weight must be multiples of: whole blocks, and cuBLAS's 16."""
+    blocks = [size for role in ROLES for size in recipe.spec(role).block or ()]
+    return max(DIM_MULTIPLE, *blocks) if blocks else DIM_MULTIPLE
+
+
+def dims_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:
+    """Why a weight of these dims cannot be multiplied in this recipe, or None."""
+    multiple = dim_multiple(recipe)
     for what, size in (("in_features", in_features), ("out_features", out_features)):
-        if size % DIM_MULTIPLE:
-            below = size // DIM_MULTIPLE * DIM_MULTIPLE
-            near = f"{below}, {below + DIM_MULTIPLE}" if below else str(DIM_MULTIPLE)
-            return f"{what} {size} is not a multiple of {DIM_MULTIPLE}, as FP8 GEMMs need; nearest: {near}"
+        if size % multiple:
+            below = size // multiple * multiple
+            near = f"{below}, {below + multiple}" if below else str(multiple)
+            return f"{what} {size} is not a multiple of {multiple}, as {recipe.name} needs; nearest: {near}"
     return None

@@ -24,9 +24,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.formats import Format
-from megafp8.fp8.linear import LinearState, picked
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.linear import Kept, LinearState, fprop, picked
+from megafp8.fp8.linear import dgrad as quantized_dgrad
+from megafp8.fp8.linear import wgrad as quantized_wgrad
+from megafp8.fp8.quantized import Operand, QuantizedTensor
 from megafp8.nn.deferred import WeightGrads, current_store, deliver
 from megafp8.nn.recompute import Rebuild
 from megafp8.parallel.collectives import (
@@ -116,16 +117,16 @@ class _Linear(torch.autograd.Function):
         if state is None:
             whole = all_gather(flat, split.group) if split.gathers_input else flat
             y = F.linear(whole, picked(weight.detach().flatten(0, -2), split.rows), inside)
-            ctx.kept = _Kept(None, split.gathers_input, rebuild)
+            ctx.kept = _Input(None, split.gathers_input, rebuild)
             ctx.save_for_backward(weight, *(() if rebuild else (flat,)))
         else:
             kept, codes = _quantized_input(flat, state, split, record)
-            matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows)
-            y = state.backend.fprop(codes, matrix, inside, x.dtype)
+            matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows, columnwise=record)
+            y = fprop(state, codes, matrix, inside, x.dtype)
             ctx.matrix = matrix if state.keeps_weight else None
-            ctx.kept = _Kept(kept.format, kept is not codes, None)
+            ctx.kept = _Input(Kept.of(kept if record else None), kept is not codes, None)
             # through save_for_backward, so that activation recompute can free and remake it
-            ctx.save_for_backward(kept.data, kept.scale_inv)
+            ctx.save_for_backward(*ctx.kept.codes.pop())
         if split.side == "row" and split.group is not None:
             y = reduce_scatter(y, split.group) if split.sequence_parallel else all_reduce_(y, split.group)
             if vector is not None:
@@ -159,24 +160,24 @@ class _Linear(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Input:
     """How the input comes back in the backward pass.
 
     Attributes:
-        format: of the codes kept; None: it is kept in the compute dtype.
+        codes: of it that are kept; None: it is kept in the compute dtype.
         sharded: a shard along S is kept, to be gathered.
         rebuild: makes it; then nothing is kept.
     """
 
-    format: Format | None
+    codes: Kept | None
     sharded: bool
     rebuild: Rebuild | None
 
     def start(self, saved: Sequence[Tensor], group: Group) -> Pending[Any]:
         """Start bringing it back whole from the tensors kept."""
         operand: Any
-        if self.format is not None:
-            operand = QuantizedTensor(saved[0], saved[1], self.format)
+        if self.codes is not None:
+            operand = self.codes.restored(saved)
         else:
             operand = _rows(self.rebuild()) if self.rebuild else saved[0]
         return start_gather(operand, group) if self.sharded else done(operand)
@@ -187,7 +188,7 @@ class _WeightGrad:
     """A weight gradient to be computed: `start` the gather that it waits for, if any, then `compute`."""
 
     grad: Any
-    kept: _Kept
+    kept: _Input
     saved: Sequence[Tensor]
     weight: Tensor
     state: LinearState | None
@@ -218,12 +219,12 @@ def _quantized_input(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """What is kept for backward, and the whole input for the GEMM: the same one, or the one is a shard of the other."""
     if not split.gathers_input:
-        codes = state.quantize("input", flat, record=record, group=split.pieces)
+        codes = state.quantize("input", flat, record=record, group=split.pieces, columnwise=record)
         return codes, codes
-    if state.one_scale("input"):
-        codes = state.quantize("input", flat, record=record, group=split.group)
-        return codes, start_gather(codes, split.group).wait()
-    codes = state.quantize("input", all_gather(flat, split.group), record=record)
+    if state.alike("input", len(flat)):
+        codes = state.quantize("input", flat, record=record, group=split.group, columnwise=record)
+        return codes.for_wgrad(), start_gather(codes.for_rows(), split.group).wait()
+    codes = state.quantize("input", all_gather(flat, split.group), record=record, columnwise=record)
     return codes, codes
 
 
@@ -233,17 +234,29 @@ def _whole_grad(grad: Tensor, state: LinearState | None, split: Split) -> Any:
         return grad if state is None else state.quantize("grad_output", grad, record=True, group=split.pieces)
     if state is None:
         return all_gather(grad, split.group)
-    if state.one_scale("grad_output"):
+    if state.alike("grad_output", len(grad)):
         codes = state.quantize("grad_output", grad, record=True, group=split.group)
         return start_gather(codes, split.group).wait()
     return state.quantize("grad_output", all_gather(grad, split.group), record=True)
 
 
-def start_gather(operand: Any, group: Group) -> Pending[Any]:
-    """Start gathering a tensor, or the codes of a quantized one (one byte an element), along its first dim."""
-    if isinstance(operand, QuantizedTensor):
-        return start_all_gather(operand.to_bytes(), group).then(operand.with_bytes)
-    return start_all_gather(operand, group)
+def start_gather(tensor: Any, group: Group) -> Pending[Any]:
+    """Start gathering a tensor along its first dim, or the codes of a quantized one (one byte an element)."""
+    if not isinstance(tensor, QuantizedTensor):
+        return start_all_gather(tensor, group)
+    rows = None if tensor.rowwise is None else _gather_operand(tensor.rowwise, group, 0)
+    columns = None if tensor.blockwise_columns is None else _gather_operand(tensor.blockwise_columns, group, 1)
+
+    def finish() -> QuantizedTensor:
+        return QuantizedTensor(None if rows is None else rows.wait(), None if columns is None else columns.wait())
+
+    return Pending((), finish)
+
+
+def _gather_operand(operand: Operand, group: Group, dim: int) -> Pending[Operand]:
+    """The pieces of an operand joined along `dim`; their scales are those of the whole (LinearState.alike)."""
+    parts = [start_all_gather(tensor, group, dim) for tensor in operand.wire()]
+    return Pending((), lambda: operand.from_wire([part.wait() for part in parts]))
 
 
 def start_sum(dx: Tensor, split: Split) -> Pending[Tensor]:
@@ -255,12 +268,12 @@ def start_sum(dx: Tensor, split: Split) -> Pending[Tensor]:
 
 def dgrad(grad: Any, weight: Any, state: LinearState | None, dtype: torch.dtype) -> Tensor:
     """grad [M, N] times weight [N, K] -> [M, K] of `dtype`."""
-    return grad @ weight if state is None else state.backend.dgrad(grad, weight, dtype)
+    return grad @ weight if state is None else quantized_dgrad(state, grad, weight, dtype)
 
 
 def wgrad(grad: Any, x: Any, state: LinearState | None, dtype: torch.dtype) -> Tensor:
     """grad [M, N] transposed times x [M, K] -> [N, K] of `dtype`."""
-    return grad.t() @ x if state is None else state.backend.wgrad(grad, x, dtype)
+    return grad.t() @ x if state is None else quantized_wgrad(state, grad, x, dtype)
 
 
 def _bias_grad(grad: Tensor, bias: Tensor, split: Split) -> Tensor:

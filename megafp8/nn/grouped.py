@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafp8.fp8.grouped import grouped_dgrad, grouped_fprop, grouped_wgrad
-from megafp8.fp8.linear import LinearState
+from megafp8.fp8.grouped import RowBlocks, grouped_dgrad, grouped_fprop, grouped_wgrad, row_multiple
+from megafp8.fp8.linear import Kept, LinearState
 from megafp8.fp8.quantized import QuantizedTensor
 from megafp8.nn.deferred import current_store, deliver
 from megafp8.nn.recompute import Rebuild
@@ -99,28 +99,28 @@ class _QuantizedGrouped(torch.autograd.Function):
         codes: QuantizedTensor | None,
         record: bool,
     ) -> Tensor:
-        sizes = counts.tolist()
+        spread = RowBlocks(counts.tolist(), row_multiple(state), x.device)
         if codes is None:
-            codes = state.quantize("input", x.detach(), record=record, group=group)
-        matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record)
-        ctx.state, ctx.group, ctx.sizes, ctx.matrices, ctx.weight = state, group, sizes, matrices, weight
-        ctx.x_format, ctx.x_dtype = codes.format, x.dtype
+            codes = state.quantize("input", spread.apart(x.detach()), record=record, group=group, columnwise=record)
+        matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record, columnwise=record)
+        ctx.state, ctx.group, ctx.spread, ctx.matrices, ctx.weight = state, group, spread, matrices, weight
+        ctx.x_dtype, ctx.kept = x.dtype, Kept.of(codes if record else None)
         # through save_for_backward, so that activation recompute can free and remake it
-        ctx.save_for_backward(codes.data, codes.scale_inv)
-        return grouped_fprop(state.backend, codes, matrices, sizes, x.dtype)
+        ctx.save_for_backward(*ctx.kept.pop())
+        return spread.together(grouped_fprop(state, codes, matrices, spread.counts, x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        state, sizes, weight, (data, scale_inv) = ctx.state, ctx.sizes, ctx.weight, ctx.saved_tensors
-        grad = state.quantize("grad_output", grad_output.contiguous(), record=True, group=ctx.group)
+        state, spread, weight, kept = ctx.state, ctx.spread, ctx.weight, ctx.kept
+        grad = state.quantize("grad_output", spread.apart(grad_output.contiguous()), record=True, group=ctx.group)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = grouped_dgrad(state.backend, grad, ctx.matrices, sizes, ctx.x_dtype)
-        x = QuantizedTensor(data, scale_inv, ctx.x_format)
+            dx = spread.together(grouped_dgrad(state, grad, ctx.matrices, spread.counts, ctx.x_dtype))
+        x = kept.restored(ctx.saved_tensors)
 
         def weight_grad() -> Tensor:
-            return grouped_wgrad(state.backend, grad, x, sizes, weight.dtype).view(weight.shape)
+            return grouped_wgrad(state, grad, x, spread.counts, weight.dtype).view(weight.shape)
 
         return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None, None
 

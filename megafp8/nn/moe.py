@@ -65,7 +65,7 @@ class Experts(nn.Module):
         They do where FP8 has one scale on all these ranks, so that codes made there mean the same here.
         """
         state, group = self.states[0], self.mesh.group_of(("ep", "etp"))
-        if state is None or group is None or not state.one_scale_everywhere("input"):
+        if state is None or group is None or not state.alike_everywhere("input"):
             return dispatch.send(spread(tokens, dispatch)), None
         return send_codes(tokens, dispatch, state, group)
 

@@ -37,10 +37,10 @@ def send_codes(
         rows [R', H] of this rank's experts without values, for the gradient alone; and their codes.
     """
     codes = state.quantize("input", x.detach(), record=torch.is_grad_enabled(), group=group)
-    sent = codes.to_bytes().index_select(0, dispatch.order // dispatch.places.shape[1])
+    sent = codes.rows.to_bytes().index_select(0, dispatch.order // dispatch.places.shape[1])
     there = dispatch.there(sent)
     rows: Tensor = _Stand.apply(x, len(there), dispatch, dispatch.places, dispatch.kept)
-    return rows, codes.with_bytes(there)
+    return rows, QuantizedTensor(codes.rows.with_bytes(there))
 
 
 def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
+from megafp8.fp8.linear import begin_step as begin_fp8_step
 from megafp8.fp8.linear import update_states
 from megafp8.nn.balance import begin_step, update_balance
 from megafp8.nn.deferred import WeightGrads, deferring
@@ -63,6 +64,7 @@ def gradients(parts: Parts, step: int) -> Gradients:
         stage.train()
     parts.buckets.zero_(contributions=len(batches))
     begin_step(parts.routers)
+    begin_fp8_step(parts.fp8_states.values(), step, _rounding_seed(parts, step))
     passes = Passes(parts, batches, step, scale=1.0 / target_tokens)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()
@@ -126,6 +128,12 @@ class Passes:
 def dropout_key(parts: Parts, batch: Batch, step: int) -> DropoutKey:
     """Seed and sample numbers from which masks come: the same on any mesh."""
     return DropoutKey(seed_for(parts.config.run.seed, "dropout", step), batch.sample_ids)
+
+
+def _rounding_seed(parts: Parts, step: int) -> int:
+    """What this rank's stochastic rounding draws from in a step: ranks with other tokens or other columns differ."""
+    place = [parts.mesh.coord(axis) for axis in ("dp", "cp", "tp")]
+    return seed_for(parts.config.run.seed, "fp8 rounding", step, *place)
 
 
 def count_targets(parts: Parts, batches: list[Batch]) -> int:

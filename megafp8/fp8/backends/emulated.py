@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.fp8.kernels import Kernels, amax_of, compiled_kernels, eager_kernels
-from megafp8.fp8.quantized import QuantizedTensor, quantize
+from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize, tensor_amaxes
 from megafp8.fp8.recipe import Recipe, TensorSpec, dims_refusal
 
 
@@ -37,48 +37,48 @@ class Emulated:
 
     def supports(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """Why a linear layer of these (local) dims cannot run, or None."""
-        return dims_refusal(in_features, out_features)
+        return dims_refusal(recipe, in_features, out_features)
 
     def quantize(
-        self, x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None
-    ) -> tuple[QuantizedTensor, torch.Tensor]:
-        """Quantize `x` [M, K] with `scale` fp32 [1] or, if None, its own; also gives its amax, fp32 [1]."""
+        self,
+        x: torch.Tensor,
+        spec: TensorSpec,
+        scale: torch.Tensor | None,
+        *,
+        columnwise: bool = True,
+        tensor_amax: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """Quantize `x` [M, K]; see fp8/quantized for the arguments.
+
+        Also gives the amax, fp32 [1], where one scale serves the tensor, else None.
+        """
+        if spec.block is not None:
+            made = quantize(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
+            if self._is_fast(x):
+                columns = made.blockwise_columns and made.blockwise_columns.as_values()
+                made = QuantizedTensor(made.rows.as_values(), columns)
+            return made, None
         if not self._is_fast(x):
             return quantize(x, spec, scale), amax_of(x)
         values, scale_inv, amax = self._kernels(x).quantize(x, spec, scale)
-        return QuantizedTensor(values, scale_inv, spec.format), amax
+        return QuantizedTensor(Operand(values, scale_inv, spec)), amax
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """Largest magnitude of `x`, fp32 [1]."""
+    def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """Largest magnitude of `x`, fp32 [1]; for NVFP4 of what both its operands are made from, fp32 [2]."""
+        if spec.two_level:
+            return tensor_amaxes(x, spec)
         return self._kernels(x).amax(x) if self._is_fast(x) else amax_of(x)
 
-    def fprop(
-        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
+    def gemm(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, *, precise: bool
     ) -> torch.Tensor:
-        """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N] of `dtype`."""
-        return self._matmul(x.data, weight.data.t(), x.scale_inv, weight.scale_inv, bias, dtype)
-
-    def dgrad(self, grad: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """grad [M, N] times weight [N, K] -> [M, K] of `dtype`."""
-        return self._matmul(grad.data, weight.data, grad.scale_inv, weight.scale_inv, None, dtype)
-
-    def wgrad(self, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """grad [M, N] transposed times x [M, K] -> [N, K] of `dtype`."""
-        return self._matmul(grad.data.t(), x.data, grad.scale_inv, x.scale_inv, None, dtype)
-
-    def _matmul(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale_inv_a: torch.Tensor,
-        scale_inv_b: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        fast = self._is_fast(a) and self._is_fast(b)
-        acc = a @ b if fast else a.float() @ b.float()
+        """a [M, K] times b [N, K] transposed, plus bias [N] -> [M, N] of `dtype`; always precise."""
+        (left, factor_a), (right, factor_b) = a.unscaled(), b.unscaled()
+        fast = self._is_fast(left) and self._is_fast(right)
+        acc = left @ right.t() if fast else left.float() @ right.float().t()
         kernels = self._kernels(acc) if fast else eager_kernels()
-        kernels.rescale_(acc, scale_inv_a, scale_inv_b, bias)
+        kernels.rescale_(acc, factor_a, factor_b, bias)
         return acc.to(dtype)
 
     def _is_fast(self, x: torch.Tensor) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from megafp8.fp8.kernels import amax_of
-from megafp8.fp8.quantized import QuantizedTensor, quantize
-from megafp8.fp8.recipe import Recipe, TensorSpec, dims_refusal
+from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize, tensor_amaxes
+from megafp8.fp8.recipe import ROLES, Recipe, TensorSpec, dims_refusal
 
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
@@ -33,37 +33,36 @@ class Native:
 
     def supports(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """Why a linear layer of these (local) dims cannot run, or None."""
-        return dims_refusal(in_features, out_features)
+        if any(recipe.spec(role).block for role in ROLES):
+            return f"recipe {recipe.name} has scales for blocks, which native does not multiply; use emulated"
+        return dims_refusal(recipe, in_features, out_features)
 
     def quantize(
-        self, x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None
-    ) -> tuple[QuantizedTensor, torch.Tensor]:
-        """Quantize `x` [M, K] with `scale` fp32 [1] or, if None, its own; also gives its amax, fp32 [1]."""
-        return quantize(x, spec, scale), amax_of(x)
+        self,
+        x: torch.Tensor,
+        spec: TensorSpec,
+        scale: torch.Tensor | None,
+        *,
+        columnwise: bool = True,
+        tensor_amax: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """As emulated's, with real codes."""
+        made = quantize(x, spec, scale, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
+        return made, amax_of(x) if spec.block is None else None
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """Largest magnitude of `x`, fp32 [1]."""
-        return amax_of(x)
+    def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """As emulated's."""
+        return tensor_amaxes(x, spec) if spec.two_level else amax_of(x)
 
-    def fprop(
-        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype
+    def gemm(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, *, precise: bool
     ) -> torch.Tensor:
-        """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N] of `dtype`."""
-        # fast accumulation forward, the precise one backward: TE's choice for per-tensor recipes
-        y = _scaled_mm(x.data, weight.data.t(), x.scale_inv, weight.scale_inv, dtype, fast_accum=True)
-        return y if bias is None else (y.float() + bias.float()).to(dtype)
-
-    def dgrad(self, grad: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """grad [M, N] times weight [N, K] -> [M, K] of `dtype`."""
-        b = weight.columnwise.t() if weight.data.is_cuda else weight.data
-        return _scaled_mm(grad.data, b, grad.scale_inv, weight.scale_inv, dtype, fast_accum=False)
-
-    def wgrad(self, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """grad [M, N] transposed times x [M, K] -> [N, K] of `dtype`."""
+        """a [M, K] times b [N, K] transposed, plus bias [N] -> [M, N] of `dtype`."""
         # cuBLAS takes FP8 operands only with the summed dim contiguous in both
-        cuda = grad.data.is_cuda
-        a, b = (grad.columnwise, x.columnwise.t()) if cuda else (grad.data.t(), x.data)
-        return _scaled_mm(a, b, grad.scale_inv, x.scale_inv, dtype, fast_accum=False)
+        left, right = (a.contiguous, b.contiguous) if a.data.is_cuda else (a.data, b.data)
+        y = _scaled_mm(left, right.t(), a.scale_inv, b.scale_inv, dtype, fast_accum=not precise)
+        return y if bias is None else (y.float() + bias.float()).to(dtype)
 
 
 def _scaled_mm(
