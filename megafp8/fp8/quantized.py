@@ -241,7 +241,7 @@ def quantize(
 
 
 def column_source(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """What the column-wise operand of x [M, K] is quantized from: the transpose [K, M], transformed if the spec asks."""
+    """What the column-wise operand of x [M, K] is quantized from: its transpose [K, M], transformed if `spec` asks."""
     transposed = x.t().contiguous()
     return hadamard(transposed) if spec.hadamard else transposed
 

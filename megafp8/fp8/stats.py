@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megafp8.fp8.kernels import amax_of
 from megafp8.fp8.linear import LinearState
 from megafp8.fp8.quantized import QuantizedTensor
 
@@ -23,12 +24,13 @@ class Collector:
         self.roles: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, role: str, x: torch.Tensor, quantized: QuantizedTensor, amax: torch.Tensor) -> None:
+    def __call__(self, role: str, x: torch.Tensor, quantized: QuantizedTensor, amax: torch.Tensor | None) -> None:
         self.roles[role] = collect(x, quantized, amax)
 
 
-def collect(x: torch.Tensor, quantized: QuantizedTensor, amax: torch.Tensor) -> torch.Tensor:
+def collect(x: torch.Tensor, quantized: QuantizedTensor, amax: torch.Tensor | None) -> torch.Tensor:
     """The five statistics in the order of `NAMES`, fp32 [5]. An empty tensor gives zeros and its scale."""
+    amax = amax_of(x) if amax is None else amax
     wide, count = x.detach().float(), max(x.numel(), 1)
     values = quantized.data.float()
     underflows = wide.count_nonzero() - values.count_nonzero()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8 import QuantizedTensor, TensorSpec, quantize
+from megafp8.fp8 import TensorSpec, quantize
 from megafp8.fp8.formats import E4M3, E5M2, cast
 from megafp8.fp8.kernels import amax_of, encode
+from megafp8.fp8.quantized import Operand
 from megafp8.fp8.recipe import scale_from_amax
 from tests.unit.fp8.reference import fake_quantize, scale_for
 
@@ -83,8 +84,9 @@ def test_power_of_two_scales_round_down():
 
 def test_columnwise_holds_the_same_bytes():
     quantized = quantize(torch.randn(16, 32), TensorSpec(E4M3))
-    assert torch.equal(quantized.columnwise.view(torch.uint8), quantized.data.view(torch.uint8).t())
-    assert quantized.columnwise.is_contiguous()
+    columns = quantized.columnwise
+    assert torch.equal(columns.contiguous.view(torch.uint8), quantized.data.view(torch.uint8).t())
+    assert columns.contiguous.is_contiguous()
 
 
 @FORMATS
@@ -93,11 +95,11 @@ def test_over_the_wire_as_bytes_and_back(fmt, as_values):
     codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
     codes = codes[codes.float().isfinite()]
     data = codes.bfloat16() if as_values else codes
-    sent = QuantizedTensor(data, torch.ones(1), fmt).to_bytes()
+    sent = Operand(data, torch.ones(1), TensorSpec(fmt)).to_bytes()
     assert sent.dtype == torch.uint8 and sent.shape == codes.shape
-    back = QuantizedTensor(data[:1], torch.ones(1), fmt).with_bytes(sent.view(2, -1)).data
+    back = Operand(data[:1], torch.ones(1), TensorSpec(fmt)).with_bytes(sent.view(2, -1)).data
     assert back.dtype == data.dtype and back.shape == (2, len(codes) // 2)
     assert torch.equal(back.float().flatten(), codes.float())
     assert torch.equal(torch.signbit(back.float()).flatten(), torch.signbit(codes.float()))
     nan = torch.tensor([0x7F], dtype=torch.uint8)  # a gradient that broke must stay broken
-    assert QuantizedTensor(data[:1], torch.ones(1), fmt).with_bytes(nan).data.float().isnan().all()
+    assert Operand(data[:1], torch.ones(1), TensorSpec(fmt)).with_bytes(nan).data.float().isnan().all()

@@ -5,7 +5,8 @@ import torch
 
 from megafp8.fp8 import LinearState, backend, quantized_linear, recipe, stats, update_states
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.quantized import Operand, QuantizedTensor
+from megafp8.fp8.recipe import TensorSpec
 
 
 def layer(name: str = "delayed") -> LinearState:
@@ -15,7 +16,7 @@ def layer(name: str = "delayed") -> LinearState:
 def test_counts_on_a_known_tensor():
     x = torch.tensor([[0.0, 1.0, -(2.0**-12), 2.0**-12, 1000.0, -500.0, 448.0, 16.5]])
     data = x.clamp(-448, 448).to(torch.float8_e4m3fn)
-    quantized = QuantizedTensor(data, torch.ones(1), E4M3)
+    quantized = QuantizedTensor(Operand(data, torch.ones(1), TensorSpec(E4M3)))
     underflows, overflows, amax, scale, mse = stats.collect(x, quantized, torch.tensor([1000.0])).tolist()
     assert (underflows, overflows) == (25.0, 25.0)  # 2 of 8 each; a zero that stays zero is no underflow
     assert (amax, scale) == (1000.0, 1.0)

@@ -11,7 +11,7 @@ from megafp8.core.config import build as build_config
 from megafp8.fp8.backend import backend
 from megafp8.fp8.backends.native import Native
 from megafp8.fp8.linear import LinearState, update_states
-from megafp8.fp8.quantized import QuantizedTensor
+from megafp8.fp8.quantized import Operand
 from megafp8.fp8.recipe import recipe
 from megafp8.models import ModelConfig, build, check_model
 from megafp8.models.config import quantizable_shapes
@@ -77,9 +77,11 @@ def test_grouped_gemms_are_those_of_the_codes(counts: list[int], made: tuple[str
 class Watched(Native):
     """Native, which on a GPU refuses to sum over rows that are no multiple of 16; a CPU would take any."""
 
-    def wgrad(self, grad: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        assert grad.shape[0] % 16 == 0 and x.shape[0] % 16 == 0
-        return super().wgrad(grad, x, dtype)
+    def gemm(
+        self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, *, precise: bool
+    ) -> torch.Tensor:
+        assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
+        return super().gemm(a, b, bias, dtype, precise=precise)
 
 
 def test_real_bytes_are_padded_to_what_a_gpu_takes() -> None:
