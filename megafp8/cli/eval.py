@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 HELP = "perplexity of a checkpoint's model on a tokenized dataset or a text file"
 EPILOG = """examples:
   megafp8 eval --perplexity runs/tiny-fp8 --data data/tiny/valid       a .bin/.idx prefix
   megafp8 eval --perplexity runs/tiny-fp8 --text README.md             also gives bits per byte
+  megafp8 eval --perplexity runs/tiny-fp8 --data data/de/valid --save de --as-trained
 
-Every token is a target once, in windows of the training's sequence length."""
+Every token is a target once, in windows of the training's sequence length. With --save documents are scored one by one
+and their losses kept in RUN/heldout/NAME.json, from which `megafp8 report` makes intervals; called again for the same
+checkpoint and data it does nothing. --as-trained computes in the run's FP8 recipe with the checkpoint's scales; without
+it the weights are judged in --dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="PREFIX", help="path prefix of a .bin/.idx dataset")
     source.add_argument("--text", metavar="FILE", help="a UTF-8 text file, scored as one document")
+    parser.add_argument("--save", metavar="NAME", help="score each document of --data, into RUN/heldout/NAME.json")
+    parser.add_argument("--as-trained", action="store_true", help="compute as the run did, FP8 recipe and scales too")
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="stop after about this many; 0 = all")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="windows at once (default 8)")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="to compute in (default bf16)")
@@ -27,23 +34,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line of measures."""
-    from rich.console import Console
-    from rich.progress import track
-
+    from megafp8.core.errors import ConfigError
     from megafp8.infer.score import Windows, score
     from megafp8.infer.sources import dataset_tokens, text_tokens
-    from megafp8.infer.weights import DTYPES, load_model
 
-    loaded = load_model(args.path, dtype=DTYPES[args.dtype], tokenizer=args.tokenizer)
+    if args.save is not None and not args.data:
+        raise ConfigError(f"--save {args.save}: documents are those of a dataset; give --data instead of --text")
+    if args.save is not None:
+        return _documents(args)
+    loaded = _load(args)
     length = loaded.sequence_length
     tokens, num_bytes = (
         (dataset_tokens(args.data, loaded.tokenizer, args.max_tokens), 0)
         if args.data
         else text_tokens(args.text, loaded.tokenizer, args.max_tokens)
     )
-    batches = Windows(tokens, length=length, batch=args.batch)
-    shown = track(batches, "scoring", console=Console(stderr=True), transient=True)
-    result = score(loaded.model, shown)
-    line = f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.4f}  tokens {result.tokens}"
-    print(line + (f"  bits/byte {result.bits_per_byte(num_bytes):.4f}" if num_bytes else ""))
+    result = score(loaded.model, _shown(Windows(tokens, length=length, batch=args.batch)))
+    _say(result, f"bits/byte {result.bits_per_byte(num_bytes):.4f}" if num_bytes else "")
     return 0
+
+
+def _load(args: argparse.Namespace) -> Any:
+    from megafp8.infer.weights import DTYPES, load_model
+    from megafp8.train.as_trained import load_as_trained
+
+    if args.as_trained:
+        return load_as_trained(args.path, tokenizer=args.tokenizer)
+    return load_model(args.path, dtype=DTYPES[args.dtype], tokenizer=args.tokenizer)
+
+
+def _documents(args: argparse.Namespace) -> int:
+    """Score document by document and keep it in the run's folder, unless it is there already."""
+    from megafp8.checkpoint import find, read_meta
+    from megafp8.core.jsonio import read_json, write_json
+    from megafp8.data.indexed import IndexedDataset
+    from megafp8.data.sources import check_tokenizer
+    from megafp8.infer.documents import DocumentWindows, open_documents, place_of, score_documents
+    from megafp8.infer.score import Score
+
+    path, dataset = find(args.path), IndexedDataset(args.data)
+    text_bytes = open_documents(args.data, dataset)
+    config = read_meta(path).get("config", {})
+    recipe = config.get("precision", {}).get("recipe", "none")
+    length = config.get("data", {}).get("sequence_length", 0)
+    trained = f"as trained ({config.get('precision', {}).get('dtype', 'bf16') if recipe == 'none' else recipe})"
+    arithmetic = trained if args.as_trained else args.dtype
+    place = place_of(path, args.save, dataset, arithmetic=arithmetic, length=length, max_tokens=args.max_tokens)
+    if place.is_done:
+        kept = read_json(place.file)
+        _say(Score(sum(kept["document_loss_sums"]), kept["tokens"]), f"{place.file}: already done")
+        return 0
+    loaded = _load(args)
+    check_tokenizer(dataset, loaded.tokenizer)
+    windows = DocumentWindows(
+        dataset, loaded.tokenizer.eod_id, length=loaded.sequence_length, batch=args.batch, max_tokens=args.max_tokens
+    )
+    scores = score_documents(loaded.model, _shown(windows), len(windows.sizes))
+    write_json(place.file, place.record(scores, 0 if len(scores.tokens) < dataset.num_documents else text_bytes))
+    _say(scores.total, f"documents {len(scores.tokens)}  {place.file}")
+    return 0
+
+
+def _shown(batches: Any) -> Any:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(batches, "scoring", console=Console(stderr=True), transient=True)
+
+
+def _say(result: Any, more: str) -> None:
+    line = f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.4f}  tokens {result.tokens}"
+    print(line + (f"  {more}" if more else ""))

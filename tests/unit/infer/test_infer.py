@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megafp8.core.errors import CheckpointError, ConfigError, DataError
-from megafp8.data import IndexedDatasetWriter
+from megafp8.data import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.tokenizer import load_tokenizer
+from megafp8.infer.documents import DocumentWindows, score_documents
 from megafp8.infer.generate import generate
 from megafp8.infer.score import Score, Windows, score
 from megafp8.infer.sources import dataset_tokens, text_tokens
@@ -140,3 +141,25 @@ def test_a_dataset_and_its_text_score_the_same(tmp_path, model):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="holds no text"):
         text_tokens(tmp_path / "empty.txt", BYTES)
+
+
+def test_documents_are_scored_one_by_one(tmp_path, model):
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 260, size).tolist() for size in (5, 64, 1, 100)]
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        for ids in documents:
+            writer.add_document(np.array(ids))
+    dataset = IndexedDataset(tmp_path / "a")
+    windows = DocumentWindows(dataset, BYTES.eod_id, length=32, batch=3)
+    got = score_documents(model, windows, 4)
+    assert got.tokens.tolist() == [5, 64, 1, 100] and len(windows) == 3  # 1 + 2 + 1 + 4 windows, three at once
+    for ids, loss_sum in zip(documents, got.loss_sums):
+        alone = score(model, Windows(np.array([BYTES.eod_id, *ids]), length=32, batch=1))
+        # fp32 sums of up to 100 losses of about 10 in another order: 100 * 10 * 2^-24 * sqrt(260) at most
+        assert loss_sum == pytest.approx(alone.loss_sum, abs=1e-3)
+    few = DocumentWindows(dataset, BYTES.eod_id, length=32, batch=3, max_tokens=6)
+    assert few.sizes.tolist() == [5, 64]
+    with pytest.raises(ConfigError, match="token id"):
+        with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
+            writer.add_document(np.array([300]))
+        score_documents(model, DocumentWindows(IndexedDataset(tmp_path / "b"), 0, length=32, batch=1), 1)
