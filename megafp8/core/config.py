@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,20 +108,23 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        lines = [_line(cls, problem) for problem in error.errors()]
+        lines = [line for problem in error.errors() for line in _lines(cls, problem)]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _line(cls: type, problem: Any) -> str:
+def _lines(cls: type, problem: Any) -> list[str]:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{place}: unknown key{nearest(str(problem['loc'][-1]), known_keys(cls, problem['loc'][:-1]))}"
+        return [f"{place}: unknown key{nearest(str(problem['loc'][-1]), known_keys(cls, problem['loc'][:-1]))}"]
     if problem["type"] == "missing":
-        return f"{place}: missing; it has no default"
+        return [f"{place}: missing; it has no default"]
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":  # our own rules already name the values
-        return f"{place}: {message}" if place else message
-    return f"{place}: {problem['input']!r} is refused: {message[:1].lower()}{message[1:]}"
+    if problem["type"] == "value_error":  # our own rules already name the values, and there may be several
+        return [f"{place}: {line}" if place else line for line in message.splitlines()]
+    near = ""
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        near = nearest(problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+    return [f"{place}: {problem['input']!r} is refused: {message[:1].lower()}{message[1:]}{near}"]
 
 
 def known_keys(cls: Any, location: Sequence[Any]) -> list[str]:

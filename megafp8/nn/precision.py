@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megafp8.core.config import config_dataclass
+from megafp8.core.config import config_dataclass, nearest
+from megafp8.core.errors import ConfigError
+from megafp8.core.recipe_options import DIM_MULTIPLES, OPTIONS, check_options
 
-RECIPES = ("delayed", "current")
-FP8_MULTIPLE = 16  # the rule of cuBLASLt and torch.scaled_mm for both dims of an FP8 weight
+RECIPES = tuple(OPTIONS)
 
 
 @config_dataclass
@@ -22,10 +23,20 @@ class PrecisionConfig:
     """Compute dtype, and FP8 for the linears of the decoder layers."""
 
     dtype: Annotated[Literal["bf16", "fp32", "fp64"], Field(description="parameters and activations")] = "bf16"
-    recipe: Annotated[Literal["none", "delayed", "current"], Field(description="FP8 recipe of the layers' linears")] = (
-        "none"
-    )
-    options: Annotated[dict[str, Any], Field(description="the recipe's options")] = Field(default_factory=dict)
+    recipe: Annotated[
+        Literal["none", "delayed", "current", "blockwise", "mxfp8", "nvfp4"],
+        Field(description="FP8 recipe of the layers' linears"),
+    ] = "none"
+    options: Annotated[
+        dict[str, Any],
+        Field(description="the recipe's options; those of a recipe that patterns name in a table of its name"),
+    ] = Field(default_factory=dict)
+    warmup_steps: Annotated[
+        int, Field(ge=0, description="delayed scaling: steps at the start that scale each tensor by its own amax")
+    ] = 10
+    smooth_swiglu: Annotated[
+        bool, Field(description="scale each channel between SwiGLU and the down linear, arXiv:2409.12517")
+    ] = False
     backend: Annotated[
         Literal["auto", "emulated", "native", "te"], Field(description="who does FP8 GEMMs; auto logs its choice")
     ] = "auto"
@@ -43,19 +54,77 @@ class PrecisionConfig:
     ] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        delayed = "delayed" in (self.recipe, *self.patterns.values()) and self.options.get("reduce_amax", True)
-        if self.amax_group != "all" and not delayed:
-            raise ValueError(
+        problems = self._pattern_problems()
+        problems = problems or self._option_problems()  # whose options they are hangs on the patterns
+        delayed = "delayed" in self.recipes and self.options_of("delayed").get("reduce_amax", True)
+        if not problems and self.amax_group != "all" and not delayed:
+            problems.append(
                 f"amax_group = {self.amax_group!r}: only delayed scaling with reduce_amax joins amaxes after a "
                 "micro-batch; nearest: 'all', or recipe = 'delayed'"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _pattern_problems(self) -> list[str]:
+        problems = []
         for pattern, recipe in self.patterns.items():
-            if recipe not in ("none", *RECIPES):
-                raise ValueError(f'patterns: {pattern!r} = {recipe!r} is not one of "none", {", ".join(RECIPES)}')
+            names = ("none", *RECIPES)
+            if recipe not in names:
+                listed = ", ".join(f'"{name}"' for name in names)
+                problems.append(f"patterns: {pattern!r} = {recipe!r} is not one of {listed}{nearest(recipe, names)}")
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"patterns: {pattern!r} is not a regular expression: {error}") from None
+                problems.append(f"patterns: {pattern!r} is not a regular expression: {error}")
+        return problems
+
+    def _option_problems(self) -> list[str]:
+        problems = []
+        for recipe, table in self.options.items():
+            if recipe in RECIPES and not isinstance(table, dict):
+                problems.append(f"options.{recipe} = {table!r}: must be a table of this recipe's options")
+            elif recipe in RECIPES and recipe not in self.recipes:
+                used = ", ".join(self.recipes) or "none"
+                problems.append(f"options.{recipe}: no linear is in this recipe (used: {used}); leave the table out")
+        if problems:
+            return problems
+        if self.own_options and not self.owner:
+            keys = ", ".join(self.own_options)
+            if not self.recipes:
+                return [f"options: {keys}: without a recipe there are none; leave them out, or name the recipe"]
+            tables = " or ".join(f"options.{recipe}" for recipe in self.recipes)
+            return [f"options: {keys}: of which recipe? write them in {tables}"]
+        for recipe in self.recipes:
+            table = f"options.{recipe}" if recipe in self.options else "options"
+            try:
+                check_options(recipe, self.options_of(recipe))
+            except ConfigError as error:  # a line begins with its option, or is about several
+                lines = str(error).splitlines()
+                problems += [f"{table}{'.' if re.match(r'[a-z0-9_]+: ', line) else ': '}{line}" for line in lines]
+        return problems
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The recipes that are named, the section's own first."""
+        named = (self.recipe, *self.patterns.values())
+        return tuple(dict.fromkeys(name for name in named if name != "none"))
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The options that stand in no recipe's table."""
+        return {key: value for key, value in self.options.items() if key not in RECIPES}
+
+    @property
+    def owner(self) -> str:
+        """The recipe that `own_options` belong to: the section's, or the only one that patterns name; else empty."""
+        if self.recipe != "none":
+            return self.recipe
+        return self.recipes[0] if len(self.recipes) == 1 else ""
+
+    def options_of(self, recipe: str) -> dict[str, Any]:
+        """The options that are written for `recipe`."""
+        own = self.own_options if recipe == self.owner else {}
+        return {**own, **self.options.get(recipe, {})}
 
     @property
     def amax_axes(self) -> tuple[str, ...]:
@@ -122,21 +191,50 @@ def _kinds(names: Sequence[str]) -> list[str]:
 
 
 def dim_problems(plan: Mapping[str, str], shapes: Mapping[str, tuple[int, int, str]], tp: int) -> list[str]:
-    """FP8 linears with a dim that FP8 GEMMs cannot take on `tp` ranks, a line for each kind of linear.
+    """FP8 linears with a dim that their recipe cannot take on `tp` ranks, a line for each kind of linear.
 
     Args:
         shapes: `{linear: (in_features, out_features, "in" or "out": which of them tp splits)}`.
     """
-    problems = {}
+    found: dict[tuple[str, str, int, str, bool], list[int]] = {}
     for name, (inputs, outputs, side) in shapes.items():
-        local = {"in": inputs // (tp if side == "in" else 1), "out": outputs // (tp if side == "out" else 1)}
-        for which, size in local.items():
-            if plan[name] == "none" or size % FP8_MULTIPLE == 0:
-                continue
-            kind = name.split(".", 2)[2]
-            problems[kind, which] = (
-                f"layers.*.{kind}: {which} dim {size}{f' on each of {tp} tp ranks' if tp > 1 else ''} is not a "
-                f"multiple of {FP8_MULTIPLE}, as FP8 needs; nearest: {size // 16 * 16 or 16} or {-(-size // 16) * 16}, "
-                f'or keep the linear out of FP8: precision.patterns = {{ "{kind}" = "none" }}'
-            )
-    return list(problems.values())
+        recipe = plan[name]
+        for which, size in (("in", inputs), ("out", outputs)):
+            local = size // tp if side == which else size
+            if recipe != "none" and local % DIM_MULTIPLES[recipe]:
+                _, layer, kind = name.split(".", 2)
+                found.setdefault((kind, which, local, recipe, side == which), []).append(int(layer))
+    of_kind: dict[str, int] = {}
+    for kind in (name.split(".", 2)[2] for name in shapes):
+        of_kind[kind] = of_kind.get(kind, 0) + 1
+    problems = []
+    for (kind, which, local, recipe, split), layers in found.items():
+        multiple = DIM_MULTIPLES[recipe]
+        where = "*" if len(layers) == of_kind[kind] else spans_shown(layers)
+        ranks = f" on each of {tp} tp ranks" if split and tp > 1 else ""
+        problems.append(
+            f"layers.{where}.{kind}: {which} dim {local}{ranks} is not a multiple of {multiple}, as recipe {recipe} "
+            f"needs; nearest: {local // multiple * multiple or multiple} or {-(-local // multiple) * multiple}, or "
+            f'keep the linear out of FP8: precision.patterns = {{ "{kind}" = "none" }}'
+        )
+    return problems
+
+
+def spans_shown(numbers: Sequence[int]) -> str:
+    """Ascending numbers as spans: 0, 2-5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def token_rule(plan: Mapping[str, str]) -> tuple[int, str]:
+    """What a rank's tokens of a micro-batch must be a multiple of, and the recipe that says so; (1, "") in no FP8.
+
+    The weight gradient sums over the tokens. Experts' rows are as many as the router sends, and padded.
+    """
+    used = {recipe for name, recipe in plan.items() if recipe != "none" and ".experts." not in name}
+    return max(((DIM_MULTIPLES[recipe], recipe) for recipe in used), default=(1, ""))

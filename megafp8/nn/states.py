@@ -41,7 +41,7 @@ def linear_states(
     used = sorted({name for name in plan.values() if name != "none"})
     if not used:
         return {}
-    recipes: dict[str, Any] = {name: fp8_recipe(name, **precision.options) for name in used}
+    recipes: dict[str, Any] = {name: fp8_recipe(name, **precision.options_of(name)) for name in used}
     chosen = fp8_backend(precision.backend, precision.emulation, device=device, compiled=compiled)
     states = {}
     refusals: dict[str, None] = {}

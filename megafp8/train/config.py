@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,8 +18,8 @@ from megafp8.core.config import apply_overrides, build, config_dataclass, load_t
 from megafp8.core.errors import ConfigError
 from megafp8.data.batch_size import BatchSize, batch_problems, ramp_problems
 from megafp8.data.config import DataConfig
-from megafp8.models.config import ModelConfig, check_model
-from megafp8.nn.precision import FP8_MULTIPLE, PrecisionConfig
+from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
+from megafp8.nn.precision import PrecisionConfig, plan_gemms, token_rule
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
@@ -177,20 +178,28 @@ def _shard_problems(parallel: ParallelConfig) -> list[str]:
 
 
 def _token_problems(config: RunConfig) -> list[str]:
-    """The weight gradient sums over a rank's tokens of a micro-batch, so they too are a dim of an FP8 GEMM."""
-    tokens, unit = config.train.micro_batch * config.data.sequence_length, FP8_MULTIPLE * config.parallel.cp
+    """The weight gradient sums over a rank's tokens of a micro-batch, so they too are a dim of an FP8 GEMM.
+
+    Under sequence parallelism the whole sequence's tokens count: a shard that ends inside a block is gathered in the
+    compute dtype and quantized after, as Transformer Engine does.
+    """
+    plan, _ = plan_gemms(config.precision, list(quantizable_shapes(config.model)), config.model.num_layers)
+    multiple, recipe = token_rule(plan)
+    tokens, unit = config.train.micro_batch * config.data.sequence_length, multiple * config.parallel.cp
     if config.model.mla.enabled and config.parallel.sequence_parallel:
         unit *= config.parallel.tp  # the down-projections see a shard of the sequence
-    if config.precision.recipe == "none" or tokens % unit == 0:
+    if tokens % unit == 0:
         return []
     near = config.data.sequence_length // unit * unit
     choices = ", ".join(str(n) for n in (near, near + unit) if n)
     ranks = [f" x parallel.cp {config.parallel.cp}"] if config.parallel.cp > 1 else []
-    ranks += [f" x parallel.tp {config.parallel.tp}"] if unit > FP8_MULTIPLE * config.parallel.cp else []
-    needed = f"{FP8_MULTIPLE}{''.join(ranks)}"
+    ranks += [f" x parallel.tp {config.parallel.tp}"] if unit > multiple * config.parallel.cp else []
+    needed = f"{multiple}{''.join(ranks)}"
+    micro_batch = unit // gcd(unit, config.data.sequence_length)
     return [
         f"train.micro_batch {config.train.micro_batch} x data.sequence_length {config.data.sequence_length} = {tokens} "
-        f"tokens are not a multiple of {needed}, as FP8 needs; nearest data.sequence_length: {choices}"
+        f"tokens are not a multiple of {needed}, as recipe {recipe} needs; nearest data.sequence_length: {choices}, or "
+        f"micro_batch: a multiple of {micro_batch}"
     ]
 
 

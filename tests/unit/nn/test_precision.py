@@ -41,9 +41,71 @@ def test_refusals_name_value_rule_and_way_out() -> None:
     assert "not in this version" in check_model(TINY, precision=PrecisionConfig(recipe="current", backend="te"))[0]
     kept = PrecisionConfig(recipe="current", patterns={"mlp.down": "none"})
     assert check_model(odd, precision=kept) == []
-    for patterns in ({"(": "none"}, {"down": "mxfp8"}):
-        with pytest.raises(ConfigError, match="patterns"):
+    for patterns, said in (({"(": "none"}, "not a regular expression"), ({"down": "mxfp6"}, "nearest: mxfp8")):
+        with pytest.raises(ConfigError, match=f"patterns: .*{said}"):
             build_config(PrecisionConfig, {"patterns": patterns})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"), [("delayed", 16), ("current", 16), ("blockwise", 128), ("mxfp8", 32), ("nvfp4", 16)]
+)
+def test_dims_of_each_recipe_are_judged_where_a_rank_has_them(recipe: str, multiple: int) -> None:
+    fits = {"hidden_size": 4 * multiple, "ffn_hidden_size": 2 * multiple, "num_attention_heads": 4}
+    shape = {"num_layers": 3, "vocab_size": 256, **fits}
+    precision = PrecisionConfig(recipe=recipe)
+    assert check_model(ModelConfig(**shape), tp=2, precision=precision) == []
+    odd = ModelConfig(**shape | {"ffn_hidden_size": 3 * multiple})
+    (line,) = check_model(odd, tp=2, precision=precision)
+    assert line == (
+        f"layers.*.mlp.down: in dim {3 * multiple // 2} on each of 2 tp ranks is not a multiple of {multiple}, as "
+        f"recipe {recipe} needs; nearest: {multiple} or {2 * multiple}, or keep the linear out of FP8: "
+        'precision.patterns = { "mlp.down" = "none" }'
+    )
+    some = PrecisionConfig(recipe=recipe, patterns={r"layers\.1\.": "none"})
+    assert check_model(odd, tp=2, precision=some)[0].startswith("layers.0, 2.mlp.down: in dim")
+    out = PrecisionConfig(recipe=recipe, patterns={"mlp.down": "none"})
+    assert check_model(odd, tp=2, precision=out) == []
+
+
+WRONG: list[tuple[dict, str]] = [
+    ({"recipe": "block_wise"}, r"recipe: 'block_wise' is refused: .*; nearest: blockwise"),
+    ({"recipe": "delayed", "options": {"amax_history": 4}}, "options.amax_history: unknown key; nearest: amax_history_len"),
+    ({"recipe": "delayed", "options": {"amax_history_len": 0}}, "options.amax_history_len: 0 is refused"),
+    ({"recipe": "nvfp4", "options": {"margin": 1}}, "options.margin: unknown key"),
+    ({"recipe": "blockwise", "options": {"x_block_scaling_dim": 2}}, "options: x_.* and w_.* are 2, but no GEMM"),
+    ({"patterns": {"down": "mxfp8"}, "options": {"fp8_format": "E4M4"}}, "options.fp8_format: 'E4M4' .*nearest: E4M3"),
+    ({"options": {"margin": 1}}, "options: margin: without a recipe there are none"),
+    ({"patterns": {"down": "mxfp8", "out": "current"}, "options": {"fp8_format": "E4M3"}}, "of which recipe"),
+    ({"recipe": "current", "options": {"mxfp8": {"fp8_format": "E4M3"}}}, "no linear is in this recipe .used: current"),
+    ({"recipe": "current", "options": {"current": 3}}, "must be a table"),
+    (
+        {"recipe": "delayed", "patterns": {"down": "mxfp8"}, "options": {"margin": 1, "mxfp8": {"margin": 1}}},
+        "options.mxfp8.margin: unknown key",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), WRONG)
+def test_unknown_recipes_and_options_are_refused(values: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_config(PrecisionConfig, values)
+
+
+def test_all_wrong_options_come_at_once_a_line_each() -> None:
+    wrong = {"margin": -1, "fp8_format": "E5M2", "algo": "max"}
+    with pytest.raises(ConfigError) as refusal:
+        build_config(PrecisionConfig, {"recipe": "delayed", "options": wrong})
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 3 and all(line.startswith("options.") for line in lines)
+
+
+def test_options_go_to_the_recipe_that_they_are_written_for() -> None:
+    options = {"amax_history_len": 4, "mxfp8": {"enable_2d_quantization": True}}
+    mixed = PrecisionConfig(recipe="delayed", patterns={"down": "mxfp8", "out": "none"}, options=options)
+    assert mixed.recipes == ("delayed", "mxfp8")
+    assert mixed.options_of("delayed") == {"amax_history_len": 4}
+    assert mixed.options_of("mxfp8") == {"enable_2d_quantization": True}
+    assert PrecisionConfig(patterns={"down": "delayed"}, options={"margin": 1}).options_of("delayed") == {"margin": 1}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

@@ -12,6 +12,7 @@ import pytest
 from megafp8.cli.main import split_overrides
 from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError
+from megafp8.core.recipe_options import DIM_MULTIPLES
 from megafp8.models import ModelConfig
 from megafp8.train.check import dry_run, smallest_world
 from megafp8.train.config import RunConfig, check_run, load_run_config, refuse_broken
@@ -63,7 +64,24 @@ def test_tokens_that_fp8_cannot_take():
     odd = ["--data.sequence_length", "250", "--train.micro_batch", "2"]
     assert check_run(load_run_config(TINY, odd), 1) == []
     (problem,) = check_run(load_run_config(TINY, [*odd, "--precision.recipe", "delayed"]), 1)
-    assert "= 500 tokens are not a multiple of 16, as FP8 needs; nearest data.sequence_length: 240, 256" in problem
+    assert "= 500 tokens are not a multiple of 16, as recipe delayed needs; nearest data.sequence_length: 240, 256" in (
+        problem
+    )
+
+
+def test_tokens_of_each_recipe_are_judged_where_a_rank_sums_them():
+    wide = ["--model.hidden_size", "256", "--model.ffn_hidden_size", "256", "--model.num_attention_heads", "4"]
+    words = [*wide, "--data.sequence_length", "96", "--train.micro_batch", "1", "--model.max_sequence_length", "256"]
+    problems = {r: check_run(load_run_config(TINY, [*words, "--precision.recipe", r]), 1) for r in DIM_MULTIPLES}
+    (line,) = problems.pop("blockwise")
+    assert "= 96 tokens are not a multiple of 128, as recipe blockwise needs" in line
+    assert line.endswith("nearest data.sequence_length: 128, or micro_batch: a multiple of 4")
+    assert not any(problems.values())
+    cut = check_run(load_run_config(TINY, [*words, "--precision.recipe", "mxfp8", "--parallel.cp", "2"]), 2)
+    assert "are not a multiple of 32 x parallel.cp 2, as recipe mxfp8 needs" in " ".join(cut)
+    # of the strictest recipe in use; experts' rows are padded
+    mixed = [*words, "--precision.recipe", "current", "--precision.patterns", '{ "qkv" = "blockwise" }']
+    assert "multiple of 128, as recipe blockwise" in " ".join(check_run(load_run_config(TINY, mixed), 1))
 
 
 def test_a_batch_ramp_is_planned_and_judged():
