@@ -7,37 +7,17 @@ across one another; those of a weight's square blocks are the same bytes. No sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.core.recipe_options import BlockwiseOptions
 from megafp8.fp8.recipe import TensorSpec, format_of
-
-_DIM = Field(description="1: blocks of 1x128, 2: of 128x128")
 
 
 @config_dataclass
-class Blockwise:
+class Blockwise(BlockwiseOptions):
     """Block scaling with Transformer Engine's option names and defaults (`Float8BlockScaling`)."""
-
-    fp8_format: Annotated[
-        Literal["E4M3", "HYBRID"], Field(description="E4M3: everywhere; HYBRID: E5M2 for gradients")
-    ] = "E4M3"
-    use_f32_scales: Annotated[bool, Field(description="scales of any value, not only powers of two")] = False
-    amax_epsilon: Annotated[float, Field(ge=0, description="smallest amax a scale is computed from")] = 0.0
-    x_block_scaling_dim: Annotated[Literal[1, 2], _DIM] = 1
-    w_block_scaling_dim: Annotated[Literal[1, 2], _DIM] = 2
-    grad_block_scaling_dim: Annotated[Literal[1, 2], _DIM] = 1
-
-    def __post_init__(self) -> None:
-        square = [name for name in ("x", "w", "grad") if getattr(self, f"{name}_block_scaling_dim") == 2]
-        if len(square) > 1:
-            names = ", ".join(f"{name}_block_scaling_dim" for name in square)
-            raise ValueError(
-                f"{names} are 2, but no GEMM multiplies 128x128 blocks by 128x128 blocks; let at most one of them be 2"
-            )
 
     @property
     def name(self) -> str:

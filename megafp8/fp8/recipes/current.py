@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.core.recipe_options import CurrentOptions
 from megafp8.fp8.recipe import TensorSpec, format_of
 
 
 @config_dataclass
-class Current:
+class Current(CurrentOptions):
     """Per-tensor current scaling, Transformer Engine's `Float8CurrentScaling`."""
-
-    fp8_format: Annotated[
-        Literal["HYBRID", "E4M3"], Field(description="HYBRID: E4M3 forward, E5M2 backward; E4M3: everywhere")
-    ] = "HYBRID"
-    use_power_2_scales: Annotated[bool, Field(description="round scales down to powers of two")] = False
-    amax_epsilon: Annotated[float, Field(ge=0, description="smallest amax a scale is computed from")] = 0.0
 
     @property
     def name(self) -> str:

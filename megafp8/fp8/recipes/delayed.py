@@ -7,28 +7,17 @@ running micro-batch, entries 1..L-1 hold the past, oldest first. The history cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.core.recipe_options import DelayedOptions
 from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, format_of
 
 
 @config_dataclass
-class Delayed:
+class Delayed(DelayedOptions):
     """Delayed scaling with Transformer Engine's option names and defaults (`DelayedScaling`)."""
-
-    margin: Annotated[int, Field(ge=0, description="scale is divided by 2**margin")] = 0
-    fp8_format: Annotated[
-        Literal["HYBRID", "E4M3"], Field(description="HYBRID: E4M3 forward, E5M2 backward; E4M3: everywhere")
-    ] = "HYBRID"
-    amax_history_len: Annotated[int, Field(ge=1, description="micro-batches in the amax window")] = 1024
-    amax_compute_algo: Annotated[
-        Literal["max", "most_recent"], Field(description="amax of the whole window, or the newest one")
-    ] = "max"
-    reduce_amax: Annotated[bool, Field(description="take the largest amax over the ranks that share a tensor")] = True
 
     @property
     def name(self) -> str:

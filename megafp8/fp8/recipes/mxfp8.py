@@ -7,24 +7,18 @@ Both copies of a tensor are quantized from the high-precision tensor. No state. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.core.recipe_options import MXFP8Options
 from megafp8.fp8.formats import E8M0
 from megafp8.fp8.recipe import TensorSpec, format_of
 
 
 @config_dataclass
-class MXFP8:
+class MXFP8(MXFP8Options):
     """MXFP8 with Transformer Engine's option names and defaults (`MXFP8BlockScaling`)."""
-
-    fp8_format: Annotated[
-        Literal["E4M3", "HYBRID"], Field(description="E4M3: everywhere; HYBRID: E5M2 for gradients, known to diverge")
-    ] = "E4M3"
-    enable_2d_quantization: Annotated[bool, Field(description="weights in blocks of 32x32 instead of 1x32")] = False
 
     @property
     def name(self) -> str:

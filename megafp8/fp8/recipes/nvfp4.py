@@ -8,23 +8,18 @@ transform of the operands of wgrad, which spreads outliers; stochastic rounding 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
-from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.core.recipe_options import NVFP4Options
 from megafp8.fp8.formats import E2M1, UE4M3
 from megafp8.fp8.recipe import TensorSpec
 
 
 @config_dataclass
-class NVFP4:
+class NVFP4(NVFP4Options):
     """NVFP4 with Transformer Engine's option names and defaults (`NVFP4BlockScaling`)."""
-
-    disable_rht: Annotated[bool, Field(description="no random Hadamard transform of wgrad's operands")] = False
-    disable_stochastic_rounding: Annotated[bool, Field(description="gradients rounded to nearest")] = False
-    disable_2d_quantization: Annotated[bool, Field(description="weights in blocks of 1x16 instead of 16x16")] = False
 
     @property
     def name(self) -> str:

@@ -7,9 +7,12 @@ import torch
 
 from megafp8.core.config import build as build_config
 from megafp8.core.errors import ConfigError
+from megafp8.core.recipe_options import DIM_MULTIPLES, OPTIONS
+from megafp8.fp8.recipe import dims_refusal, recipe_names
+from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.models import ModelConfig, build, check_model
 from megafp8.models.config import gemm_shapes
-from megafp8.nn.precision import PrecisionConfig, plan_gemms, precision_rows
+from megafp8.nn.precision import RECIPES, PrecisionConfig, plan_gemms, precision_rows
 
 TINY = ModelConfig(preset="tiny_llama", num_layers=4)
 NAMES = list(gemm_shapes(TINY))
@@ -69,7 +72,7 @@ def test_dims_of_each_recipe_are_judged_where_a_rank_has_them(recipe: str, multi
 
 WRONG: list[tuple[dict, str]] = [
     ({"recipe": "block_wise"}, r"recipe: 'block_wise' is refused: .*; nearest: blockwise"),
-    ({"recipe": "delayed", "options": {"amax_history": 4}}, "options.amax_history: unknown key; nearest: amax_history_len"),
+    ({"recipe": "delayed", "options": {"amax_histor": 4}}, "options.amax_histor: unknown key; nearest: amax_history_len"),
     ({"recipe": "delayed", "options": {"amax_history_len": 0}}, "options.amax_history_len: 0 is refused"),
     ({"recipe": "nvfp4", "options": {"margin": 1}}, "options.margin: unknown key"),
     ({"recipe": "blockwise", "options": {"x_block_scaling_dim": 2}}, "options: x_.* and w_.* are 2, but no GEMM"),
@@ -97,6 +100,13 @@ def test_all_wrong_options_come_at_once_a_line_each() -> None:
         build_config(PrecisionConfig, {"recipe": "delayed", "options": wrong})
     lines = str(refusal.value).splitlines()
     assert len(lines) == 3 and all(line.startswith("options.") for line in lines)
+
+
+def test_config_knows_the_recipes_that_there_are() -> None:
+    assert sorted(RECIPES) == recipe_names()
+    assert all(dims_refusal(16, DIM_MULTIPLES[name] + 8) for name in RECIPES)
+    for name, options in OPTIONS.items():
+        assert isinstance(fp8_recipe(name), options)
 
 
 def test_options_go_to_the_recipe_that_they_are_written_for() -> None:
