@@ -72,7 +72,7 @@ def test_dims_of_each_recipe_are_judged_where_a_rank_has_them(recipe: str, multi
 
 WRONG: list[tuple[dict, str]] = [
     ({"recipe": "block_wise"}, r"recipe: 'block_wise' is refused: .*; nearest: blockwise"),
-    ({"recipe": "delayed", "options": {"amax_histor": 4}}, "options.amax_histor: unknown key; nearest: amax_history_len"),
+    ({"recipe": "delayed", "options": {"margn": 4}}, "options.margn: unknown key; nearest: margin"),
     ({"recipe": "delayed", "options": {"amax_history_len": 0}}, "options.amax_history_len: 0 is refused"),
     ({"recipe": "nvfp4", "options": {"margin": 1}}, "options.margin: unknown key"),
     ({"recipe": "blockwise", "options": {"x_block_scaling_dim": 2}}, "options: x_.* and w_.* are 2, but no GEMM"),
