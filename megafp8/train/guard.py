@@ -73,8 +73,8 @@ class NonFiniteGuard:
         self.total = 0
         self.in_a_row = 0
 
-    def observe(self, step: int, *, finite: bool, loss: float, grad_norm: float) -> None:
-        """Note a step.
+    def observe(self, step: int, *, finite: bool, loss: float, grad_norm: float, origin: str = "") -> None:
+        """Note a step; `origin` says where one that is not finite broke.
 
         Raises:
             NumericsError: more than `limit` steps in a row were not finite.
@@ -84,5 +84,6 @@ class NonFiniteGuard:
         if self.in_a_row > self.limit:
             raise NumericsError(
                 f"step {step}: loss {loss} and gradient norm {grad_norm}, not finite for {self.in_a_row} steps in a "
-                f"row (limit train.max_nonfinite_steps {self.limit}); lower optimizer.lr or resume an older checkpoint"
+                f"row (limit train.max_nonfinite_steps {self.limit}); {origin + '; ' if origin else ''}lower "
+                "optimizer.lr or resume an older checkpoint"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -151,12 +152,32 @@ class Run:
             found = merge_dicts(stats.read(parts.fp8_states.values()), parts.mesh.group("pp"))
             if found:
                 self.writer.write("fp8", self.step, stats=found)
-        self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm)
+        self._guard(result)
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
             self._evaluate()
         if last or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
             self.save()
+
+    def _guard(self, result: StepResult) -> None:
+        """Say where a step that is not finite broke, and stop the run if there are too many of them."""
+        origin = ""
+        if not result.finite:
+            origin = str(result.origin) if result.origin else "finite when it was run again: a fault that came and went"
+            event(
+                logger,
+                "step skipped: not finite",
+                level=logging.WARNING,
+                step=self.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                origin=origin,
+            )
+            found = result.origin.fields() if result.origin else {}
+            self.writer.write("event", self.step, event="nonfinite", origin=origin, **found)
+        self.guard.observe(
+            self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm, origin=origin
+        )
 
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts

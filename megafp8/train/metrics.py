@@ -99,6 +99,8 @@ class MetricsWriter:
             for layer in fields["layers"]:
                 for name in ("aux_loss", "z_loss", "max_load", "dropped"):
                     self._board.add_scalar(f"moe/{name}_layer_{layer['layer']}", layer[name], step)
+        elif kind == "event" and "origin" in fields:
+            self._board.add_text(fields["event"], fields["origin"], step)
         elif kind in ("fp8", "gpu"):
             for name, value in fields.get("stats", {}).items():
                 if isinstance(value, (int, float)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -11,24 +11,30 @@ from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
 from megafp8.fp8.linear import begin_step as begin_fp8_step
 from megafp8.fp8.linear import update_states
+from megafp8.fp8.rollback import Before
 from megafp8.nn.balance import begin_step, update_balance
 from megafp8.nn.deferred import WeightGrads, deferring
 from megafp8.nn.layers import DropoutKey
 from megafp8.optim.clip import clip_scale, grad_norm
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.pipeline import Wire
+from megafp8.train.nonfinite import Finding, Watch, first_nonfinite
 from megafp8.train.setup import Parts
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, targets, sequences."""
+    """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, targets, sequences.
+
+    `origin`: where a step that is not finite broke; None where it did not do so again.
+    """
 
     loss: float
     grad_norm: float
     target_tokens: int
     num_sequences: int
     finite: bool
+    origin: Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -41,31 +47,62 @@ class Gradients:
 
 
 def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
-    """Take one optimizer step; skipped on every rank alike if the loss or the gradient is not finite."""
-    found = gradients(parts, step)
+    """Take one optimizer step; skipped on every rank alike, without a trace, if loss or gradient is not finite."""
+    batches = next_batches(parts)
+    before = Before(parts.fp8_states.values())
+    found = gradients(parts, step, batches)
     norm = grad_norm(parts.named_parameters, parts.mesh)
-    finite = norm.finite and bool(torch.isfinite(found.loss))
-    if finite:
-        parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
-        update_balance(parts.routers, parts.mesh)
-        for state in parts.fp8_states.values():
-            state.drop_weight_cache()
-    return StepResult(float(found.loss), norm.value, found.target_tokens, found.num_sequences, finite)
+    result = StepResult(
+        float(found.loss),
+        norm.value,
+        found.target_tokens,
+        found.num_sequences,
+        finite=norm.finite and bool(torch.isfinite(found.loss)),
+    )
+    if not result.finite:
+        return replace(result, origin=_origin(parts, step, batches, before))
+    parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
+    update_balance(parts.routers, parts.mesh)
+    for state in parts.fp8_states.values():
+        state.drop_weight_cache()
+    return result
 
 
-def gradients(parts: Parts, step: int) -> Gradients:
-    """Forward and backward of every micro-batch of the next step: the mean loss (fp64) a target token, its gradient.
+def _origin(parts: Parts, step: int, batches: list[Batch], before: Before) -> Finding | None:
+    """Run a failed step again from the state in which it began, to see where it breaks."""
+    before.restore()
+    stages = dict(zip(parts.pipeline.stages, parts.stages, strict=True))
+    watch = Watch(stages, parts.named_parameters, parts.mesh.rank)
 
-    Both are over the targets of the whole global batch, whatever the mesh and the number of micro-batches.
+    def run_again(watch: Watch) -> None:
+        gradients(parts, step, batches, watch)
+
+    origin = first_nonfinite(watch, run_again, parts.named_parameters, parts.mesh)
+    before.restore()
+    return origin
+
+
+def next_batches(parts: Parts) -> list[Batch]:
+    """The micro-batches of this rank in the next step, on its device."""
+    return [to_device(batch, parts.device) for batch in parts.loader.next_step()]
+
+
+def gradients(
+    parts: Parts, step: int, batches: list[Batch] | None = None, watch: Watch | None = None
+) -> Gradients:
+    """Forward and backward of every micro-batch of a step: the mean loss (fp64) a target token, its gradient.
+
+    Both are over the targets of the whole global batch, whatever the mesh and the number of micro-batches. Without
+    `batches` they are those of the next step.
     """
-    batches = [to_device(batch, parts.device) for batch in parts.loader.next_step()]
+    batches = next_batches(parts) if batches is None else batches
     target_tokens = count_targets(parts, batches)
     for stage in parts.stages:
         stage.train()
     parts.buckets.zero_(contributions=len(batches))
     begin_step(parts.routers)
     begin_fp8_step(parts.fp8_states.values(), step, _rounding_seed(parts, step))
-    passes = Passes(parts, batches, step, scale=1.0 / target_tokens)
+    passes = Passes(parts, batches, step, scale=1.0 / target_tokens, watch=watch)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()
     loss = passes.loss_sum() / target_tokens
@@ -82,10 +119,13 @@ class Passes:
     """The forward and backward passes of a step's micro-batches, stage by stage, for the pipeline to call.
 
     The gradient is that of the summed loss x `scale`. `num_sequences` of the global batch weigh auxiliary losses.
+    `watch` looks on, if there is one.
     """
 
-    def __init__(self, parts: Parts, batches: list[Batch], step: int, *, scale: float) -> None:
-        self.parts, self.batches, self.step, self.scale = parts, batches, step, scale
+    def __init__(
+        self, parts: Parts, batches: list[Batch], step: int, *, scale: float, watch: Watch | None = None
+    ) -> None:
+        self.parts, self.batches, self.step, self.scale, self.watch = parts, batches, step, scale, watch
         self.num_sequences = sum(len(batch.tokens) for batch in batches) * parts.mesh.size("dp")
         self.losses: list[torch.Tensor] = []
         self._stages = dict(zip(parts.pipeline.stages, parts.stages, strict=True))
@@ -93,6 +133,8 @@ class Passes:
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """One micro-batch through one stage: hidden states, or the scaled loss."""
         batch, model = self.batches[micro_batch], self._stages[stage]
+        if self.watch is not None:
+            self.watch.begin(stage, micro_batch)
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = model(
             batch.tokens,
             batch.targets,

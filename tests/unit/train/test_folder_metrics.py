@@ -15,6 +15,7 @@ from megafp8.core.errors import ConfigError, NumericsError, ResourceError
 from megafp8.train import folder, metrics
 from megafp8.train.config import load_run_config
 from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.nonfinite import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/tiny_cpu/pretrain.toml"
@@ -98,6 +99,11 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run():
     guard.observe(3, finite=True, loss=1.0, grad_norm=1.0)
     guard.observe(4, finite=False, loss=math.inf, grad_norm=1.0)
     guard.observe(5, finite=False, loss=math.inf, grad_norm=1.0)
-    with pytest.raises(NumericsError, match="step 6: loss inf"):
-        guard.observe(6, finite=False, loss=math.inf, grad_norm=1.0)
+    origin = str(Finding("layers.1.mlp", "output", "forward", 2, (2, 5), 3, 0, 64, 1))
+    with pytest.raises(NumericsError, match="step 6: loss inf") as caught:
+        guard.observe(6, finite=False, loss=math.inf, grad_norm=1.0, origin=origin)
+    assert (
+        "first not finite: output of layers.1.mlp, forward, micro-batch 1, rank 2 (and 5): 3 NaN and 0 infinite of 64 "
+        "values; lower optimizer.lr" in str(caught.value)
+    )
     assert guard.total == 5

@@ -1,0 +1,138 @@
+"""Values that are not finite, planted on one rank: all ranks name the module, the tensor and that rank, alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.parallel.pieces import own_piece
+from megafp8.train.nonfinite import Watch
+from megafp8.train.setup import Parts
+from megafp8.train.state import tensors_of
+from megafp8.train.step import gradients, train_step
+from tests.distributed.ranks import run_ranks
+from tests.distributed.small_run import make_parts, run_config
+
+EXPERTS = {"model": {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}}}
+FP8 = {  # all dims divide by 16 on two ranks
+    "precision": {"dtype": "bf16", "recipe": "delayed", "options": {"amax_history_len": 4}},
+    "model": {"ffn_hidden_size": 64},
+    "train": {"compile": "off"},
+}
+NAN, INF = float("nan"), float("inf")
+
+
+def plant(parts: Parts, what: str, name: str, value: float) -> None:
+    """Break `name` (a module or a parameter) of this rank, in every step from now on."""
+    module, _, last = name.rpartition(".")
+    if what == "weight":
+        param = dict(parts.stages[-1].named_parameters())[name]
+        with torch.no_grad():
+            (param.to_local() if hasattr(param, "to_local") else param).view(-1)[3] = value
+    elif what == "output":
+        _module(parts, name).register_forward_hook(lambda m, args, output: _spoilt(output, value))
+    elif what == "grad_output":
+
+        def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda gradient: _spoilt(gradient, value))
+
+        _module(parts, name).register_forward_hook(hook)
+    elif what == "gradient":
+        dict(parts.named_parameters)[name].register_hook(lambda g: _spoilt(g, value))
+    elif what == "sum":
+        param, finish = dict(parts.named_parameters)[name], parts.buckets.finish
+
+        def finished() -> None:
+            finish()
+            own_piece(param).grad.view(-1)[-1] = value
+
+        parts.buckets.finish = finished  # type: ignore[method-assign]
+
+
+def _module(parts: Parts, name: str) -> torch.nn.Module:
+    return next(m for stage in parts.stages for n, m in stage.named_modules() if n == name)
+
+
+def _spoilt(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    spoilt = tensor.clone()
+    spoilt.view(-1)[5] = value
+    return spoilt
+
+
+D0, D1, QKV = "layers.0.mlp.down", "layers.1.mlp.down", "layers.0.attention.qkv"
+FWD, BWD, SUMS = "forward", "backward", "after the backward passes"
+# name: mesh, other sections, rank, what is broken and how -> module, tensor, pass, micro-batch, NaN, infinite
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, str, float], tuple[Any, ...]]] = {
+    "alone": ({}, {}, 0, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0)),
+    "alone fp8": ({}, FP8, 0, ("output", "layers.1.mlp", INF), ("layers.1.mlp", "output", FWD, 0, 0, 1)),
+    "recompute": ({}, {"train": {"recompute": "full"}}, 0, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0)),
+    "tp weight": ({"tp": 2}, {}, 1, ("weight", f"{D1}.weight", INF), (D1, "weight", FWD, 0, 0, 1)),
+    "tp output": ({"tp": 2}, FP8, 1, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0)),
+    "tp grad": ({"tp": 2}, {}, 1, ("grad_output", QKV, NAN), (QKV, "grad_output", BWD, 0, 1, 0)),
+    "tp sum": ({"tp": 2}, {}, 1, ("sum", f"{D0}.weight", NAN), (D0, "weight gradient", SUMS, -1, 1, 0)),
+    "dp": ({"dp": 2}, {}, 1, ("gradient", f"{D0}.weight", INF), (D0, "weight gradient", BWD, 0, 0, 1)),
+    "cp": ({"cp": 2}, {}, 1, ("grad_output", D1, INF), (D1, "grad_output", BWD, 0, 0, 1)),
+    "ep": ({"dp": 2, "ep": 2}, EXPERTS, 1, ("weight", "layers.1.mlp.experts.down", NAN),
+           ("layers.1.mlp.experts", "down", FWD, 0, 1, 0)),
+    "full": ({"dp": 2, "dp_shard": "full"}, {}, 1, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0)),
+    "pp": ({"pp": 2}, {}, 0, ("output", QKV, INF), (QKV, "output", FWD, 0, 0, 1)),
+    "pp grad": ({"pp": 2, "schedule": "zb_h1"}, {}, 1, ("grad_output", D1, NAN), (D1, "grad_output", BWD, 0, 1, 0)),
+    "pp tp": ({"pp": 2, "tp": 2}, FP8, 3, ("output", D1, NAN), (D1, "output", FWD, 0, 1, 0)),
+}  # fmt: skip
+
+
+def config_of(mesh: dict[str, Any], other: dict[str, Any]) -> Any:
+    return run_config(parallel=mesh, **other)
+
+
+def named(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any], victim: int, planted: Any) -> Any:
+    """What a step in order, and a broken one, say; the broken one leaves no trace in any state."""
+    parts = make_parts(config_of(mesh, other), world)
+    assert train_step(parts, 1, 1e-3).origin is None
+    parts.optimizer.wait()
+    if rank == victim:
+        plant(parts, *planted)
+    before = {key: tensor.clone() for key, tensor in tensors_of(parts)[0].items()}
+    result = train_step(parts, 2, 1e-3)
+    assert not result.finite and result.origin is not None
+    for key, tensor in tensors_of(parts)[0].items():
+        assert torch.allclose(tensor, before[key], rtol=0, atol=0, equal_nan=True), key
+    return result.origin
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_module_tensor_and_rank(case: str) -> None:
+    mesh, other, victim, planted, expected = CASES[case]
+    world = mesh.get("pp", 1) * mesh.get("dp", 1) * mesh.get("cp", 1) * mesh.get("tp", 1)
+    origins = run_ranks(named, world, mesh, other, victim, planted)
+    assert all(origin == origins[0] for origin in origins)
+    one = origins[0]
+    found = (one.module, one.tensor, one.when, one.micro_batch, one.num_nan, one.num_inf)
+    assert (one.rank, *found) == (victim, *expected), str(one)
+
+
+def watched(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a step in order shows nothing, and whether being watched leaves its loss as it is, bit for bit."""
+    config = config_of(mesh, other)
+    plain = gradients(make_parts(config, world), 1).loss
+    parts = make_parts(config, world)
+    stages = dict(zip(parts.pipeline.stages, parts.stages, strict=True))
+    watch = Watch(stages, parts.named_parameters, rank)
+    watch.attach()
+    loss = gradients(parts, 1, watch=watch).loss
+    watch.detach()
+    watch.look_at_sums()
+    hooks = sum(len(m._forward_hooks) for stage in parts.stages for n, m in stage.named_modules() if n)
+    return watch.first is None and hooks == 0, torch.equal(loss, plain)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other"),
+    [({}, EXPERTS), ({"tp": 2}, FP8), ({"pp": 2, "schedule": "zb_v"}, {"model": {"num_layers": 4}})],
+    ids=("experts", "fp8", "zb_v"),
+)
+def test_a_step_in_order_shows_nothing(mesh: dict[str, Any], other: dict[str, Any]) -> None:
+    world = mesh.get("pp", 1) * mesh.get("tp", 1)
+    assert run_ranks(watched, world, mesh, other) == [(True, True)] * world
