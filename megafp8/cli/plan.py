@@ -1,4 +1,4 @@
-"""`megafp8 plan`: who stands where, and what each pipeline rank does when, before any process starts."""
+"""`megafp8 plan`: who stands where, what each pipeline rank does when, which GEMM is in FP8, before processes start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megafp8.plan.step_plan import StepPlan
     from megafp8.train.config import RunConfig
 
-HELP = "show who is where in a mesh, or draw what each pipeline rank does when"
+HELP = "show who is where in a mesh, what each pipeline rank does when, or which GEMM is in which precision"
 TAKES_OVERRIDES = True
 EPILOG = """examples:
   megafp8 plan --mesh examples/llama3_8b/pretrain.toml --world 128
@@ -22,6 +22,8 @@ EPILOG = """examples:
   megafp8 plan --schedule examples/llama3_8b/pretrain.toml --parallel.pp 4 --out timeline.svg
   megafp8 plan --schedule --parallel.pp 4 --parallel.schedule zb_v --micro-batches 8 --out timeline.png
   megafp8 plan --compare --parallel.pp 4 --micro-batches 12 --out schedules.svg
+  megafp8 plan --precision examples/llama3_8b/pretrain.toml --precision.recipe mxfp8 --precision.last_layers_bf16 2
+  megafp8 plan --precision examples/llama3_8b/pretrain.toml --precision.recipe delayed --all --json
 
 Without CONFIG only --parallel.* is known, and a schedule is planned for one layer a stage. The bubble is idle time over
 busy time; a peak of 4 means the activations of 4 micro-batches of a rank's share of the layers, all stages even."""
@@ -38,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--mesh", action="store_true", help="rank -> node, place along each axis, layers, peers")
     what.add_argument("--schedule", action="store_true", help="bubble and peak of the schedule; --out draws it")
     what.add_argument("--compare", action="store_true", help="the same for all schedules, in one picture")
+    what.add_argument("--precision", action="store_true", help="each GEMM: dims, recipe, backend, or why not in FP8")
+    parser.add_argument("--all", action="store_true", help="--precision: each layer in a row of its own")
+    parser.add_argument("--json", action="store_true", help="--precision: as JSON")
     parser.add_argument("--world", type=int, default=0, metavar="N", help="processes; default: one replica of the mesh")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
     parser.add_argument("--micro-batches", type=int, default=0, metavar="M", help="of a step; default: as CONFIG says")
@@ -55,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # a pipe has no width: nothing is cut
     _check_arguments(args)
+    if args.precision:
+        from megafp8.cli.plan_precision import show
+
+        show(console, args)
+        return 0
     config = _load(args)
     if args.mesh:
         _plan_mesh(console, args, config)
@@ -73,8 +83,14 @@ def _check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name) or 0
         if not low <= value < float("inf"):
             problems.append(f"--{name.replace('_', '-')} {value}: must be {low} or more; nearest: {low}")
+    if args.precision and not args.config:
+        problems.append("--precision needs a CONFIG; e.g. megafp8 plan --precision run.toml")
+    if (args.all or args.json) and not args.precision:
+        problems.append("--all and --json are for --precision; leave them out")
+    if args.precision and args.out:
+        problems.append("--out is for --mesh, --schedule and --compare; use --json > FILE")
     endings = (".csv",) if args.mesh else (".svg", ".png", ".pdf")
-    if args.out and Path(args.out).suffix.lower() not in endings:
+    if args.out and not args.precision and Path(args.out).suffix.lower() not in endings:
         problems.append(f"--out {args.out}: {Path(args.out).suffix or 'no ending'} is not one of {', '.join(endings)}")
     numbers = args.costs.split(",")
     try:
@@ -83,7 +99,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         good = False
     if not good:
         problems.append(f"--costs {args.costs}: three numbers above 0 are needed; nearest: 1,1,1")
-    if not args.config and not args.mesh and not args.micro_batches:
+    if not args.config and not (args.mesh or args.precision) and not args.micro_batches:
         problems.append("--micro-batches is needed where there is no CONFIG; e.g. --micro-batches 8")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -61,7 +61,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
     linears = _elements(gemm_shapes(config)) + routers(config)
     if config.moe.num_experts:
         linears += config.moe.top_k * _elements(expert_shapes(config))
-    return 6.0 * (linears + config.hidden_size * config.vocab_size) + _core_flops(config, causal) * sequence_length
+    core = core_flops(config, causal=causal) * sequence_length
+    return 6.0 * (linears + config.hidden_size * config.vocab_size) + core
 
 
 def hardware_flops_per_token(
@@ -82,7 +83,7 @@ def hardware_flops_per_token(
     return once + layers * (recomputed_layers or config.num_layers) / config.num_layers
 
 
-def _core_flops(config: ModelConfig, causal: bool) -> float:
+def core_flops(config: ModelConfig, *, causal: bool) -> float:
     """The attention core's training FLOPs for one token and one position of the sequence, all layers."""
     mla = config.mla
     width: float = config.q_size
