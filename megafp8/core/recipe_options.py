@@ -14,6 +14,7 @@ from megafp8.core.config import build, config_dataclass
 
 _AmaxEpsilon = Annotated[float, Field(ge=0, description="smallest amax a scale is computed from")]
 _Dim = Annotated[Literal[1, 2], Field(description="1: blocks of 1x128, 2: of 128x128")]
+_Scope = Literal["none", "weights", "activations", "all"]
 
 
 @config_dataclass
@@ -82,6 +83,22 @@ class NVFP4Options:
     disable_rht: Annotated[bool, Field(description="no random Hadamard transform of wgrad's operands")] = False
     disable_stochastic_rounding: Annotated[bool, Field(description="gradients rounded to nearest")] = False
     disable_2d_quantization: Annotated[bool, Field(description="weights in blocks of 1x16 instead of 16x16")] = False
+    nvfp4_4over6: Annotated[
+        _Scope, Field(description="whose blocks may map their largest value to 4 instead of 6, if that errs less")
+    ] = "none"
+    nvfp4_4over6_e4m3_use_256: Annotated[
+        _Scope, Field(description="of those, whose block scales end at 256 instead of 448, so that 4 has room")
+    ] = "all"
+    nvfp4_4over6_err_mode: Annotated[
+        Literal["MAE", "MSE"], Field(description="which of the two is better: mean absolute or squared error")
+    ] = "MAE"
+
+    def __post_init__(self) -> None:
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f"nvfp4_4over6 = {self.nvfp4_4over6!r}: inputs cannot have it together with the Hadamard transform; "
+                "nearest: 'weights', or disable_rht = true"
+            )
 
 
 OPTIONS: dict[str, type] = {

@@ -68,7 +68,10 @@ def quantize_blocks(
     amax = block_amax(x, spec.block)
     if spec.scale_format == UE4M3:
         tensor_amax = tensor_amax_of(x) if tensor_amax is None else tensor_amax
-        scale, scale_inv = nvfp4_scales(amax, tensor_amax)
+        if spec.four_over_six is None:
+            scale, scale_inv = nvfp4_scales(amax, tensor_amax)
+        else:
+            scale, scale_inv = four_over_six_scales(x, amax, tensor_amax, spec)
     elif spec.scale_format == E8M0:
         tensor_amax = None
         scale, scale_inv = mx_scales(amax, spec.format)
@@ -117,7 +120,7 @@ def decode_blocks(
         values = codes.float()
     factor = scale_inv.float()
     if tensor_amax is not None:
-        factor = factor * tensor_amax * (1.0 / (UE4M3.max * E2M1.max))
+        factor = factor * tensor_amax * reciprocal(spec.block_scale_max * E2M1.max)
     return values * expanded(factor, spec.block, values.shape)
 
 
@@ -179,7 +182,7 @@ def mx_scales(amax: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tens
 
     The stored power of two is amax / fp8_max rounded UP; the OCP rule rounds down, saturates and diverges in training.
     """
-    code = encode_e8m0(amax * _reciprocal(fmt.max))
+    code = encode_e8m0(amax * reciprocal(fmt.max))
     # 2**(127 - code), by its bits: the exponent field is 254 - code, and 2**-127 is a subnormal
     exponent = 254 - code.int()
     bits = torch.where(exponent > 0, exponent << 23, 1 << 22)
@@ -191,15 +194,69 @@ def nvfp4_scales(amax: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.T
 
     A block whose stored scale is 0 (all zero, or tiny beside the tensor) gets the largest scale; it decodes to 0.
     """
-    of_tensor = torch.div(torch.full_like(tensor_amax, UE4M3.max * E2M1.max), tensor_amax).clamp(max=FLOAT32_MAX)
+    of_tensor = _nvfp4_tensor_scale(tensor_amax, UE4M3.max)
+    stored = cast(amax * (of_tensor * reciprocal(E2M1.max)), UE4M3)
+    return _nvfp4_scale(stored, of_tensor), stored
+
+
+def _nvfp4_tensor_scale(tensor_amax: torch.Tensor, block_scale_max: float) -> torch.Tensor:
+    scale = torch.div(torch.full_like(tensor_amax, block_scale_max * E2M1.max), tensor_amax).clamp(max=FLOAT32_MAX)
     # amax 0 (infinite scale) and amax infinity (scale 0)
-    of_tensor = torch.where((tensor_amax == 0) | (of_tensor == 0), torch.ones_like(of_tensor), of_tensor)
-    stored = cast(amax * (of_tensor * _reciprocal(E2M1.max)), UE4M3)
-    scale = scale_inverse(stored.float() * scale_inverse(of_tensor)).clamp(max=FLOAT32_MAX)
-    return scale, stored
+    return torch.where((tensor_amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
-def _reciprocal(value: float) -> float:
+def _nvfp4_scale(stored: torch.Tensor, of_tensor: torch.Tensor) -> torch.Tensor:
+    return scale_inverse(stored.float() * scale_inverse(of_tensor)).clamp(max=FLOAT32_MAX)
+
+
+def four_over_six_scales(
+    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, spec: TensorSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nvfp4_scales` where each block takes the scale that maps its amax to 4 or to 6, whichever errs less.
+
+    Between 4 and 6 E2M1 has no value, so a block whose values crowd below its maximum may do better at 4. A tie
+    keeps 6. The errors are summed in the kernel's order: along a row, then rows pairwise from far apart to near.
+
+    Source: Transformer Engine 2.20 custom_recipes/reference_nvfp4.py, `_quantize_blockwise_4over6_reference`.
+    """
+    assert spec.block is not None
+    of_tensor = _nvfp4_tensor_scale(tensor_amax, spec.block_scale_max)
+    base = torch.div(amax, torch.full_like(amax, E2M1.max)) * of_tensor
+    maps = []
+    for stretch in (1.5, 1.0):
+        stored = cast(base * stretch, UE4M3)
+        scale = _nvfp4_scale(stored, of_tensor)
+        maps.append((scale, stored, _nvfp4_errors(x, scale, stored, tensor_amax, spec)))
+    (scale4, stored4, error4), (scale6, stored6, error6) = maps
+    four = error4 < error6
+    # where has no kernel for float8
+    stored = torch.where(four, stored4.view(torch.uint8), stored6.view(torch.uint8)).view(stored6.dtype)
+    return torch.where(four, scale4, scale6), stored
+
+
+def _nvfp4_errors(
+    x: torch.Tensor, scale: torch.Tensor, stored: torch.Tensor, tensor_amax: torch.Tensor, spec: TensorSpec
+) -> torch.Tensor:
+    """The error of each block at these scales, fp32, of `scale`'s shape."""
+    assert spec.block is not None
+    (height, width), (down, along) = spec.block, scale.shape
+    wide = torch.nn.functional.pad(x.float(), (0, along * width - x.shape[1], 0, down * height - x.shape[0]))
+    codes = encode_e2m1(wide * expanded(scale, spec.block, wide.shape))
+    values = table(E2M1).to(x.device)[codes.int()] * expanded(stored.float(), spec.block, wide.shape)
+    bound = torch.full_like(tensor_amax, E2M1.max * spec.block_scale_max)
+    off = torch.div(values * tensor_amax, bound) - wide
+    off = (off * off if spec.four_over_six == "MSE" else off.abs()).view(down * height, along, width)
+    sums = torch.zeros_like(off[:, :, 0])
+    for column in range(width):
+        sums = sums + off[:, :, column]
+    rows = sums.view(down, height, along)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def reciprocal(value: float) -> float:
     """1 / value rounded to fp32, as a kernel's constant is."""
     return float(scale_inverse(torch.tensor(value)))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megafp8.fp8.blocks import BlockCodes, decode_blocks, hadamard, quantize_blocks
-from megafp8.fp8.formats import E2M1, UE4M3, Format, table
+from megafp8.fp8.formats import E2M1, Format, table
 from megafp8.fp8.kernels import amax_of, encode, scaler
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
 
@@ -69,7 +69,7 @@ class Operand:
         if not self.in_blocks:
             return self.data, self.scale_inv
         values = decode_blocks(self.data, self.scale_inv, None, self.spec)
-        return values, tensor_factor(self.tensor_amax, values.device)
+        return values, tensor_factor(self.tensor_amax, self.spec, values.device)
 
     def as_values(self) -> Operand:
         """The same operand with values in the place of codes."""
@@ -134,14 +134,14 @@ class Operand:
         return replace(self, data=data)
 
 
-def tensor_factor(tensor_amax: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def tensor_factor(tensor_amax: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """What NVFP4's block scales count in, fp32 [1]; 1 for other formats.
 
     Source: Transformer Engine 2.20 common/recipe/nvfp4.cu, the GEMM's alpha: amax / (6 * 448) a side.
     """
     if tensor_amax is None:
         return torch.ones(1, dtype=torch.float32, device=device)
-    return tensor_amax / (E2M1.max * UE4M3.max)
+    return tensor_amax / (E2M1.max * spec.block_scale_max)
 
 
 def _blocks(span: slice, size: int) -> slice:

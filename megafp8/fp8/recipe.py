@@ -39,6 +39,9 @@ class TensorSpec:
         delayed: the scale comes from earlier tensors (`amax_history`), not from this one.
         hadamard: the copy whose blocks run along the rows (for wgrad) is put through `blocks.hadamard` first.
         stochastic: round up or down by chance, in proportion to the distances; needs a seed.
+        four_over_six: NVFP4 only: a block's largest value becomes 4 instead of 6 where that errs less, by mean
+            absolute ("MAE") or squared ("MSE") error.
+        block_scale_max: NVFP4 only: what the largest block scale of the tensor becomes.
     """
 
     format: Format
@@ -49,6 +52,8 @@ class TensorSpec:
     delayed: bool = False
     hadamard: bool = False
     stochastic: bool = False
+    four_over_six: str | None = None
+    block_scale_max: float = 448.0
 
     @property
     def two_level(self) -> bool:

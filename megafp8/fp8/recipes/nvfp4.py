@@ -31,12 +31,18 @@ class NVFP4(NVFP4Options):
 
     def spec(self, role: str) -> TensorSpec:
         square = role == "weight" and not self.disable_2d_quantization
+        # gradients never have it: they keep stochastic rounding
+        group = {"input": "activations", "weight": "weights"}.get(role, "gradients")
+        four_over_six = self.nvfp4_4over6 in (group, "all") and role != "grad_output"
+        narrow = four_over_six and self.nvfp4_4over6_e4m3_use_256 in (group, "all")
         return TensorSpec(
             E2M1,
             block=(16, 16) if square else (1, 16),
             scale_format=UE4M3,
             hadamard=role != "weight" and not self.disable_rht,
             stochastic=role == "grad_output" and not self.disable_stochastic_rounding,
+            four_over_six=self.nvfp4_4over6_err_mode if four_over_six else None,
+            block_scale_max=256.0 if narrow else UE4M3.max,
         )
 
     def new_state(self, device: torch.device | str) -> dict[str, torch.Tensor]:
