@@ -4,8 +4,8 @@ import pytest
 
 from megafp8.core.errors import ConfigError
 from megafp8.fp8 import backend, recipe
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.recipe import TensorSpec, recipe_names
+from megafp8.fp8.formats import E2M1, E4M3, E5M2, E8M0, UE4M3
+from megafp8.fp8.recipe import ROLES, TensorSpec, recipe_names
 
 
 def test_the_folder_is_the_registry():
@@ -28,6 +28,37 @@ def test_current_options_reach_the_spec():
     assert made.spec("grad_output") == TensorSpec(E4M3, power_2_scale=True, amax_epsilon=1e-6)
 
 
+def test_block_recipes_say_what_is_quantized_how():
+    """Blocks of weights are square, so that both their GEMMs see one weight; those of MXFP8 only if asked for."""
+    blocks = {name: [recipe(name).spec(role) for role in ROLES] for name in ("blockwise", "mxfp8", "nvfp4")}
+    vectors = TensorSpec(E4M3, block=(1, 128), power_2_scale=True)
+    assert blocks["blockwise"] == [vectors, TensorSpec(E4M3, block=(128, 128), power_2_scale=True), vectors]
+    assert blocks["mxfp8"] == [TensorSpec(E4M3, block=(1, 32), scale_format=E8M0)] * 3
+    assert [s.block for s in blocks["nvfp4"]] == [(1, 16), (16, 16), (1, 16)]
+    assert {(s.format.name, s.scale_format) for s in blocks["nvfp4"]} == {("E2M1", UE4M3)}
+    assert [s.hadamard for s in blocks["nvfp4"]] == [True, False, True]
+    assert all(recipe(name).new_state("cpu") == {} for name in blocks)
+
+
+def test_options_of_block_recipes_reach_the_spec():
+    made = recipe("blockwise", use_f32_scales=True, amax_epsilon=1e-5, w_block_scaling_dim=1, fp8_format="HYBRID")
+    assert made.spec("weight") == TensorSpec(E4M3, block=(1, 128), amax_epsilon=1e-5)
+    assert made.spec("grad_output").format == E5M2
+    assert recipe("mxfp8", enable_2d_quantization=True).spec("weight").block == (32, 32)
+    assert recipe("mxfp8", enable_2d_quantization=True).spec("input").block == (1, 32)
+    plain = recipe("nvfp4", disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert {plain.spec(role) for role in ROLES} == {TensorSpec(E2M1, block=(1, 16), scale_format=UE4M3)}
+
+
+def test_4over6_is_for_weights_or_inputs_and_never_for_gradients():
+    made = recipe("nvfp4", nvfp4_4over6="all", disable_rht=True, nvfp4_4over6_err_mode="MSE")
+    assert [made.spec(role).four_over_six for role in ROLES] == ["MSE", "MSE", None]
+    assert [made.spec(role).block_scale_max for role in ROLES] == [256.0, 256.0, 448.0]
+    made = recipe("nvfp4", nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations")
+    assert [made.spec(role).four_over_six for role in ROLES] == [None, "MAE", None]
+    assert made.spec("weight").block_scale_max == 448.0
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -36,6 +67,10 @@ def test_current_options_reach_the_spec():
         ("delayed", {"amax_history_len": 0, "margin": -1}, ["amax_history_len", "margin"]),
         ("delayed", {"fp8_format": "E5M2"}, ["fp8_format", "HYBRID"]),
         ("current", {"amax_history_len": 4}, ["amax_history_len"]),
+        ("blockwise", {"x_block_scaling_dim": 2}, ["x_block_scaling_dim", "w_block_scaling_dim", "128x128"]),
+        ("blockwise", {"w_block_scaling_dim": 3}, ["w_block_scaling_dim", "3"]),
+        ("mxfp8", {"enable_2d": True}, ["enable_2d", "nearest: enable_2d_quantization"]),
+        ("nvfp4", {"nvfp4_4over6": "all"}, ["nvfp4_4over6", "'weights'", "disable_rht"]),
     ],
 )
 def test_wrong_names_and_values_are_refused(name, options, words):
