@@ -85,12 +85,13 @@ class LoadPlanner(DefaultLoadPlanner):
     """The default planner over Shards; differences to the checkpoint are collected and refused as one.
 
     With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint, save those whose names
-    start with `optional`; else what is on one side only is left alone. Shapes and dtypes must always agree.
+    start with `optional`; else what is on one side only is left alone. Shapes must always agree, and dtypes, save
+    floating ones of names that start with `converted`.
     """
 
-    def __init__(self, *, strict: bool, optional: str = "") -> None:
+    def __init__(self, *, strict: bool, optional: str = "", converted: str | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
-        self.strict, self.optional = strict, optional
+        self.strict, self.optional, self.converted = strict, optional, converted
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -106,7 +107,7 @@ class LoadPlanner(DefaultLoadPlanner):
             problem
             for name, shard in self.state_dict.items()
             if isinstance(entry := stored.get(name), TensorStorageMetadata)
-            for problem in _differences(name, shard, entry)
+            for problem in self._differences(name, shard, entry)
         ]
         plan = LoadPlan([]) if problems else super().create_local_plan()
         plan.planner_data = (frozenset(self.state_dict), problems)
@@ -135,12 +136,13 @@ class LoadPlanner(DefaultLoadPlanner):
         """The local tensor to be filled."""
         return self.state_dict[index.fqn].local
 
-
-def _differences(name: str, shard: Shard, entry: TensorStorageMetadata) -> Iterable[str]:
-    if shard.shape != entry.size:
-        yield f"{name} has shape {tuple(shard.shape)} here, {tuple(entry.size)} there"
-    if shard.local.dtype != entry.properties.dtype:
-        yield f"{name} is {shard.local.dtype} here, {entry.properties.dtype} there".replace("torch.", "")
+    def _differences(self, name: str, shard: Shard, entry: TensorStorageMetadata) -> Iterable[str]:
+        here, there = shard.local.dtype, entry.properties.dtype
+        if shard.shape != entry.size:
+            yield f"{name} has shape {tuple(shard.shape)} here, {tuple(entry.size)} there"
+        may_convert = self.converted is not None and name.startswith(self.converted)
+        if here != there and not (may_convert and here.is_floating_point and there.is_floating_point):
+            yield f"{name} is {here} here, {there} there".replace("torch.", "")
 
 
 def _refuse(problems: list[str]) -> None:

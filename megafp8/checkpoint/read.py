@@ -35,6 +35,7 @@ def load(
     *,
     strict: bool = True,
     optional: str = "",
+    converted: str | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint folder `path`; collective. Returns its `meta`.
 
@@ -46,6 +47,7 @@ def load(
         layouts: their Layouts; a tensor without one is whole on every rank.
         strict: the names over all ranks must be those of the checkpoint; else what is on one side only is left alone.
         optional: names that start so may be on one side only all the same.
+        converted: names that start so may be of another floating dtype in the checkpoint: values are rounded.
 
     Raises:
         CheckpointError: missing, incomplete, damaged (names the file), or names, shapes, dtypes differ (listed),
@@ -61,7 +63,7 @@ def load(
             dcp.load(
                 shards(tensors, layouts, mesh),
                 storage_reader=reader,
-                planner=LoadPlanner(strict=strict, optional=optional),
+                planner=LoadPlanner(strict=strict, optional=optional, converted=converted),
                 no_dist=mesh.world == 1,
             )
     except CheckpointException as error:
@@ -78,6 +80,7 @@ def load_newest(
     *,
     strict: bool = True,
     optional: str = "",
+    converted: str | None = None,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Fill `tensors` from the newest checkpoint under `root` that is intact; collective, all ranks take the same.
 
@@ -93,7 +96,8 @@ def load_newest(
     folders = _agreed(candidates(Path(root)), mesh)
     for folder in folders:
         try:
-            return folder, load(folder, tensors, layouts, mesh, strict=strict, optional=optional)
+            meta = load(folder, tensors, layouts, mesh, strict=strict, optional=optional, converted=converted)
+            return folder, meta
         except MismatchError:
             raise
         except CheckpointError as error:

@@ -143,7 +143,8 @@ def _read_into(
     """Read one piece and give every item its box of it; straight into the target where that is the whole piece."""
     targets = [planner.resolve_tensor(item).detach() for item in items]
     first = targets[0]
-    if len(items) == 1 and first.shape == piece.sizes and first.is_contiguous() and first.is_cpu:
+    same = first.shape == piece.sizes and first.dtype == dtype
+    if len(items) == 1 and same and first.is_contiguous() and first.is_cpu:
         reader.read(piece, first)
     else:
         source = reader.read(piece, torch.empty(piece.sizes, dtype=dtype))

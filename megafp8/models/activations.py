@@ -27,6 +27,7 @@ class Workload:
         micro_batches: of a step, on one replica.
         world: ranks; 0 = those of one replica.
         recompute_layers, recompute_modules: as in the train section.
+        moments: `exp_avg_dtype` and `exp_avg_sq_dtype` of the optimizer section.
         attention: the core's kernel, beside q, k and v. "fused" (torch's SDPA) keeps its output, which for several
             sequences is not the tensor that the linear behind it keeps, and the log-sum-exp; "merged" (our own: over
             cp, where weights are dropped, on a CPU for values of another width) both, the output once; "blocked"
@@ -42,6 +43,7 @@ class Workload:
     recompute: str = "none"
     recompute_layers: int = 0
     recompute_modules: tuple[str, ...] = ("norm", "activation")
+    moments: tuple[str, str] = ("fp32", "fp32")
     attention: Literal["fused", "merged", "blocked"] = "fused"
 
     @property

@@ -1,8 +1,8 @@
 """Bytes on a rank for a training step: model states, activations in flight, the loss. No torch.
 
 Source: the model states of Megatron's distributed-optimizer page (compute copy, fp32 main gradient, fp32 master and
-two moments); activations: `activations`; how many are in flight: the schedule's own list of actions. What the
-allocator and the libraries hold comes on top.
+two moments, which may be narrower); activations: `activations`; how many are in flight: the schedule's own list of
+actions. What the allocator and the libraries hold comes on top.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megafp8.models.config import ModelConfig, expert_shapes, gemm_shapes, quant
 from megafp8.models.cost import small_parameters
 from megafp8.models.stages import Span, split_layers
 from megafp8.nn.precision import plan_gemms
+from megafp8.optim.config import moments_bytes
 from megafp8.parallel.schedule_check import peak_live
 from megafp8.parallel.schedules import make_schedule
 
@@ -86,7 +87,8 @@ def _with_states(config: ModelConfig, work: Workload, spans: list[Span], activat
     replicas = ((dense, sizes["dp"] * sizes["cp"]), (experts, sizes["edp"]))
     pieces = sum(ceil(count / ranks) for count, ranks in replicas)
     held = pieces if parallel.dp_shard == "full" else dense + experts
-    masters = 2 if size == wide and parallel.dp_shard == "none" else 3  # wide parameters are their own masters
+    own_masters = size == wide and parallel.dp_shard == "none"  # wide parameters are their own masters
+    updated = dense + experts if parallel.dp_shard == "none" else pieces
     weights = held * size + _quantized_copies(config, work, spans)
     if parallel.dp_shard == "full":  # the layer at work and the next are whole
         weights += 2 * max(sum(_elements_of(config, work, [_one(i)])) for span in spans for i in _layers(span)) * size
@@ -94,7 +96,7 @@ def _with_states(config: ModelConfig, work: Workload, spans: list[Span], activat
     return MemoryBytes(
         parameters=weights,
         gradients=held * wide,
-        optimizer=(dense + experts if parallel.dp_shard == "none" else pieces) * masters * wide,
+        optimizer=(0 if own_masters else updated * wide) + moments_bytes(updated, work.moments, wide),
         activations=activations,
         logits=logits_bytes(config, work) if last else 0,
     )

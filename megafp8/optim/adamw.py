@@ -2,6 +2,7 @@
 
 It reads the gradients that parallel/buckets has made, never `param.grad`: of all of a parameter, or (ZeRO-1) of the
 piece that this rank updates. Then masters and moments are of that piece only, and the parameters are gathered.
+Moments may be kept in bf16 or FP8 (see `narrow`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from megafp8.core.layout import Layout
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.kernels import TensorLists, choose_kernel
+from megafp8.optim.moments import NarrowMoments
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pieces import OwnPiece, own_piece
 from megafp8.parallel.weight_gather import BUCKET_BYTES, WeightGather
@@ -46,12 +48,13 @@ class AdamW:
         elsewhere: names of parameters that someone else updates: their masters are kept and written back here all the
             same, but they have no moments.
         bucket_bytes: of weights that are gathered in one call.
+        compiled: compile the kernel of narrow moments.
 
     Attributes:
         masters: the fp32 (fp64) weights that are updated, by name.
         step_count: steps taken; set it after loading.
         gather: makes parameters whole again that are updated piece by piece; None if there are none.
-        kernel_name: the kernel in use: "te", "apex" or "torch".
+        kernel_name: the kernel in use: "te", "apex", "torch", or "narrow" for moments in bf16 or FP8.
 
     Raises:
         ConfigError: the kernel that `config` names does not work here.
@@ -65,6 +68,7 @@ class AdamW:
         *,
         elsewhere: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        compiled: bool = False,
     ) -> None:
         once: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for name, param in named_params:
@@ -78,11 +82,20 @@ class AdamW:
         self._config = config
         self.step_count = 0
         self.masters = {n: _master_of(p, self._pieces[n]) for n, p in self._params.items()}
-        self._exp_avg = {n: torch.zeros_like(m) for n, m in self.masters.items() if n not in elsewhere}
-        self._exp_avg_sq = {n: torch.zeros_like(m) for n, m in self._exp_avg.items()}
-        first = next(iter(self.masters.values()))
-        self.kernel_name, self._kernel = choose_kernel(config.kernel, first.device, first.dtype)
-        self._lists = self._group()
+        mine = [n for n in self.masters if n not in elsewhere]
+        self._exp_avg: dict[str, torch.Tensor] = {}
+        self._exp_avg_sq: dict[str, torch.Tensor] = {}
+        self._lists: list[TensorLists] = []
+        self._narrow: NarrowMoments | None = None
+        self._copies: dict[str, dict[str, torch.Tensor]] | None = None
+        if config.has_narrow_moments:
+            self.kernel_name, self._narrow = "narrow", self._narrow_moments(mine, mesh, compiled=compiled)
+        else:
+            self._exp_avg = {n: torch.zeros_like(self.masters[n]) for n in mine}
+            self._exp_avg_sq = {n: torch.zeros_like(self.masters[n]) for n in mine}
+            first = next(iter(self.masters.values()))
+            self.kernel_name, self._kernel = choose_kernel(config.kernel, first.device, first.dtype)
+            self._lists = self._group()
         cut = [n for n, piece in self._pieces.items() if piece.dim is not None]
         updated = [(self._params[n], self.masters[n]) for n in cut]
         self.gather = WeightGather(updated, mesh, bucket_bytes=bucket_bytes) if cut else None
@@ -96,13 +109,26 @@ class AdamW:
         """Take one step at rate `lr`, gradients times `grad_scale`; `main_grad` is left multiplied."""
         self.wait()
         self.step_count += 1
+        self.drop_copies()
+        if self._narrow is not None:
+            self._narrow.step(self.step_count, lr, grad_scale)
         for lists in self._lists:
             self._kernel(lists, self._config, self.step_count, lr, grad_scale)
-        self.load_done()
+        self._write_back()
 
     @torch.no_grad()
     def load_done(self) -> None:
-        """Write the masters back to the compute-dtype parameters, as after loading them from a checkpoint."""
+        """Take in what `tensors()` holds now, and write the masters back to the compute-dtype parameters."""
+        if self._narrow is not None and self._copies is not None:
+            self._narrow.fill(self._copies)
+        self.drop_copies()
+        self._write_back()
+
+    def drop_copies(self) -> None:
+        """Forget copies that `tensors()` has made of narrow moments; the next step does so too."""
+        self._copies = None
+
+    def _write_back(self) -> None:
         if self._copied_params:
             torch._foreach_copy_(self._copied_params, self._copied_masters)
         if self.gather is not None:
@@ -127,13 +153,42 @@ class AdamW:
             self.gather.wait()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All state, live: "optimizer.{master,exp_avg,exp_avg_sq}.<name>"; overwrite, then `load_done()`."""
+        """All state: "optimizer.{master,exp_avg,exp_avg_sq}.<name>"; overwrite, then `load_done()`.
+
+        Live, save that narrow moments come as copies in bf16, which holds every value of theirs: the ones that the
+        last call has made are those that `load_done` reads, until the next step.
+        """
         kinds = {"master": self.masters, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        if self._narrow is not None:
+            self._copies = self._narrow.values()
+            kinds |= self._copies
         return {f"optimizer.{kind}.{name}": t for kind, named in kinds.items() for name, t in named.items()}
 
     def layouts(self) -> dict[str, Layout]:
         """The Layout of each tensor of `tensors()`."""
-        return {key: self._pieces[key.split(".", 2)[2]].layout for key in self.tensors()}
+        mine = self._narrow.exp_avg if self._narrow is not None else self._exp_avg
+        kinds = {"master": self.masters, "exp_avg": mine, "exp_avg_sq": mine}
+        return {f"optimizer.{kind}.{n}": self._pieces[n].layout for kind, named in kinds.items() for n in named}
+
+    @property
+    def state_bytes(self) -> int:
+        """What masters and moments take; a master that is the parameter itself counts."""
+        wide = (*self.masters.values(), *self._exp_avg.values(), *self._exp_avg_sq.values())
+        return sum(t.nbytes for t in wide) + (self._narrow.num_bytes if self._narrow is not None else 0)
+
+    def _narrow_moments(self, names: Sequence[str], mesh: Mesh, *, compiled: bool) -> NarrowMoments:
+        masters = {n: self.masters[n] for n in names}
+        for name, master in masters.items():
+            assert master.dtype == torch.float32, f"{name}: narrow moments are for fp32 masters, not {master.dtype}"
+        return NarrowMoments(
+            masters,
+            {n: self._pieces[n].grad for n in names},
+            {n: self._pieces[n].layout for n in names},
+            self._config,
+            mesh,
+            decays=frozenset(n for n in names if decays(n, self._pieces[n].layout, self._config)),
+            compiled=compiled,
+        )
 
     def _group(self) -> list[TensorLists]:
         groups: dict[tuple[bool, torch.dtype], TensorLists] = {}

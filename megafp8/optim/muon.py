@@ -41,15 +41,18 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
 class Muon:
     """The optimizer of a run with `optimizer.name = "muon"`; AdamW's interface.
 
-    Each rank keeps the momentum of its pieces. Whole matrices are orthogonalized each on one rank, shared out over all
-    ranks of the pipeline stage by cost, in bf16 (fp64 for fp64 masters); only the pieces of the momentum and of the
-    result travel. A split of a matrix, over tp, experts or ZeRO, does not change the result.
+    Each rank keeps the momentum of its pieces, in the masters' dtype whatever AdamW's moments are in: every direction
+    of a momentum is brought to one length, those that are rounding noise too. Whole matrices are orthogonalized each on
+    one rank, shared out over all ranks of the pipeline stage by cost, in bf16 (fp64 for fp64 masters); only the pieces
+    of the momentum and of the result travel. A split of a matrix, over tp, experts or ZeRO, does not change the
+    result.
 
     Args:
         named_params: as for AdamW.
         config: hyper-parameters.
         mesh: the mesh whose pieces the parameters are.
         row_parts: by a parameter's name, the heights of the maps stacked along its rows (`matrices_of`).
+        compiled: as for AdamW.
 
     Attributes:
         costs: of each rank of the pipeline stage, in rank order (`Matrix.cost`).
@@ -64,10 +67,12 @@ class Muon:
         config: OptimizerConfig,
         mesh: Mesh,
         row_parts: Callable[[str], Sequence[int]],
+        *,
+        compiled: bool = False,
     ) -> None:
         self._config = config
         hidden = {n: own_piece(p) for n, p in named_params if is_hidden_matrix(n, own_piece(p).layout)}
-        self._adamw = AdamW(named_params, config, mesh, elsewhere=hidden)
+        self._adamw = AdamW(named_params, config, mesh, elsewhere=hidden, compiled=compiled)
         self._layouts = {name: piece.layout for name, piece in hidden.items()}
         self._grads = {name: piece.grad for name, piece in hidden.items()}
         self._masters = {name: self._adamw.masters[name] for name in hidden}
@@ -131,6 +136,10 @@ class Muon:
     def load_done(self) -> None:
         """As AdamW's."""
         self._adamw.load_done()
+
+    def drop_copies(self) -> None:
+        """As AdamW's."""
+        self._adamw.drop_copies()
 
     def attach(self, *models: nn.Module) -> None:
         """As AdamW's."""

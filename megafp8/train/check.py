@@ -121,16 +121,22 @@ def _memory_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
             recompute=train.recompute,
             recompute_layers=train.recompute_layers,
             recompute_modules=train.recompute_modules,
+            moments=_moments(config),
         ),
     )
+    saved = checkpoint_bytes(config.model, dtype=config.precision.dtype, moments=_moments(config))
     return [
         (
             "memory a rank",
             f"{size(parts.total)}: weights {size(parts.parameters)}, gradients {size(parts.gradients)}, optimizer "
             f"{size(parts.optimizer)}, activations {size(parts.activations)}, loss {size(parts.logits)}",
         ),
-        ("checkpoint", f"{size(checkpoint_bytes(config.model))}, every {config.checkpoint.interval} steps"),
+        ("checkpoint", f"{size(saved)}, every {config.checkpoint.interval} steps"),
     ]
+
+
+def _moments(config: RunConfig) -> tuple[str, str]:
+    return config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype
 
 
 def _token_rows(config: RunConfig) -> list[tuple[str, str]]:

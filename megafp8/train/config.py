@@ -153,6 +153,7 @@ def _broken_rules(config: RunConfig, world: int) -> list[str]:
     train = config.train
     problems += batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
     problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(parallel)
+    problems += _moment_problems(config)
     return problems + schedule_of(config).problems()
 
 
@@ -174,6 +175,17 @@ def _shard_problems(parallel: ParallelConfig) -> list[str]:
     return [
         f'parallel.dp_shard = "full": schedule {parallel.schedule} computes weight gradients apart from the backward '
         'pass, and torch\'s fully_shard takes them only from it; nearest: schedule = "1f1b", or dp_shard = "optimizer"'
+    ]
+
+
+def _moment_problems(config: RunConfig) -> list[str]:
+    optimizer = config.optimizer
+    if config.precision.dtype != "fp64" or not optimizer.has_narrow_moments:
+        return []
+    return [
+        f"optimizer.exp_avg_dtype = {optimizer.exp_avg_dtype!r}, exp_avg_sq_dtype = {optimizer.exp_avg_sq_dtype!r}: "
+        'narrow moments are of fp32 masters, those of precision.dtype "fp64" are fp64; nearest: "fp32" for both '
+        '(as the masters), or dtype = "fp32"'
     ]
 
 

@@ -173,9 +173,11 @@ def assemble(
         buckets = GradBuckets(named, mesh, shard=parallel.dp_shard == "optimizer")
     optimizer: AdamW | Muon
     if config.optimizer.name == "muon":
-        optimizer = Muon(named, config.optimizer, mesh, partial(row_parts, config.model))
+        optimizer = Muon(
+            named, config.optimizer, mesh, partial(row_parts, config.model), compiled=wants_compile(config)
+        )
     else:
-        optimizer = AdamW(named, config.optimizer, mesh)
+        optimizer = AdamW(named, config.optimizer, mesh, compiled=wants_compile(config))
     optimizer.attach(*stages)
     return Parts(
         config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}

@@ -19,6 +19,7 @@ from megafp8.train.setup import Parts, code_version
 
 logger = get_logger(__name__)
 _FP8 = "fp8."  # what names of FP8 state start with
+_MOMENTS = "optimizer.exp_avg"  # and those of both of Adam's moments
 
 
 def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
@@ -51,7 +52,9 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
         "code_version": code_version(),
         **progress,
     }
-    return save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
+    path = save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
+    parts.optimizer.drop_copies()
+    return path
 
 
 def _compare_precision(parts: Parts, path: Path, meta: Mapping[str, Any], mine: set[str]) -> None:
@@ -73,6 +76,19 @@ def _compare_precision(parts: Parts, path: Path, meta: Mapping[str, Any], mine: 
         raise CheckpointError(f"{path}: {problem}; use an older checkpoint")
 
 
+def _compare_moments(parts: Parts, meta: Mapping[str, Any]) -> None:
+    """Moments may be kept in another dtype than they were saved from, said aloud."""
+    before, now = meta["config"]["optimizer"], to_dict(parts.config)["optimizer"]
+    keys = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    changed: dict[str, Any] = {
+        key: f"{before.get(key, 'fp32')} -> {now[key]}"
+        for key in keys
+        if before.get(key, "fp32") != now[key]
+    }
+    if changed:
+        event(logger, "optimizer moments are converted", level=logging.WARNING, **changed)
+
+
 def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
     """Fill this run from its newest intact checkpoint, of any mesh; collective.
 
@@ -84,11 +100,13 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
             its own configuration asks for.
     """
     tensors, layouts = tensors_of(parts)
-    found = load_newest(parts.config.dir / "checkpoints", tensors, layouts, parts.mesh, optional=_FP8)
+    folder = parts.config.dir / "checkpoints"
+    found = load_newest(folder, tensors, layouts, parts.mesh, optional=_FP8, converted=_MOMENTS)
     if found is None:
         return None
     path, meta = found
     _compare_precision(parts, path, meta, {name for name in tensors if name.startswith(_FP8)})
+    _compare_moments(parts, meta)
     if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:
         raise CheckpointError(
             f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "

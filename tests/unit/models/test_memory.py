@@ -177,3 +177,12 @@ def test_full_recompute_by_block_count() -> None:
     layer, kept = activation_bytes(config, 0, all_of), checkpoint_of_layer(config, all_of)
     assert memory_bytes(config, all_of).activations == 32 * kept + layer + kept  # and the final norm's input
     assert memory_bytes(config, replace(all_of, recompute_layers=8)).activations == 8 * kept + 25 * layer + kept
+
+
+def test_narrow_moments_take_less_of_the_optimizer() -> None:
+    llama = ModelConfig(preset="llama3_8b")
+    count = num_parameters(llama)
+    work = Workload(1, 8192, parallel=ParallelConfig(dp_shard="optimizer"), world=8)
+    for moments, element, block in ((("fp8", "fp8"), 2, 6), (("bf16", "fp8"), 3, 5), (("bf16", "bf16"), 4, 4)):
+        parts = memory_bytes(llama, replace(work, moments=moments))
+        assert parts.optimizer == count // 8 * (4 + element) + count // 8 // 128 * block
