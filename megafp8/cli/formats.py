@@ -15,25 +15,31 @@ if TYPE_CHECKING:
 HELP = "show FP8, FP4 and BF16: limits, every value, what a number becomes in each"
 EPILOG = """examples:
   megafp8 formats                        limits, and every value of E4M3, E5M2 and E2M1
-  megafp8 formats --format E4M3          one of them
+  megafp8 formats --format E8M0          every value of one format
   megafp8 formats --value 4.543          in BF16, E4M3, E5M2 and E2M1, with bits and error
   megafp8 formats --value 4.543 -0.001 1000
   megafp8 formats --plot formats.png     where the values lie, and how far apart (.png, .svg or .pdf)"""
 
 _TABLES = ("E4M3", "E5M2", "E2M1")
+_IN_WORDS = {  # as tables if asked for
+    "UE4M3": "the 127 values of E4M3 from zero up, without a sign; code 127 is NaN",
+    "E8M0": "255 values, every power of two from 2^-127 (code 0) to 2^127 (code 254); no zero; code 255 is NaN",
+}
+_NAMES = (*_TABLES, *_IN_WORDS)
 _PICTURES = (".png", ".svg", ".pdf")
 _USES = {
     "BF16": "what FP8 replaces in GEMMs",
     "E4M3": "activations and weights",
     "E5M2": "gradients: more range",
-    "E2M1": "values of NVFP4, MXFP4",
+    "E2M1": "values of NVFP4",
+    "UE4M3": "block scales of NVFP4",
     "E8M0": "block scales of MXFP8",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("--format", choices=_TABLES, help="show the values of this format only")
+    parser.add_argument("--format", choices=_NAMES, help="show the values of this format only")
     parser.add_argument("--value", type=float, nargs="+", metavar="X", help="show what X becomes in each format")
     parser.add_argument("--plot", metavar="FILE", help="draw the representable values")
 
@@ -65,6 +71,9 @@ def _print_tables(console: Console, only: str | None) -> None:
         if only is None:
             console.print()
         _print_values(console, FORMATS[name])
+    if only is None:
+        for name, words in _IN_WORDS.items():
+            console.print(f"\n[bold]{name}:[/bold] {words}")
 
 
 def _number(value: float, digits: int = 6) -> str:
@@ -83,12 +92,13 @@ def _table(*headings: str, left: tuple[str, ...]) -> Table:
 def _limits_table() -> Table:
     from megafp8.fp8.formats import FORMATS
 
-    headings = ("format", "bits", "largest", "smallest normal", "smallest > 0", " used for")
+    headings = ("format", "bits", "bias", "largest", "smallest normal", "subnormal", " used for")
     table = _table(*headings, left=("format", " used for"))
-    for name in ("BF16", "E4M3", "E5M2", "E2M1", "E8M0"):
+    for name in ("BF16", *_NAMES):
         fmt = FORMATS[name]
         fields = f"{int(fmt.signed)}+{fmt.exponent_bits}+{fmt.mantissa_bits}"
-        numbers = (_number(x) for x in (fmt.max, fmt.smallest_normal, fmt.smallest))
+        subnormal = _number(fmt.smallest) if fmt.mantissa_bits else "-"
+        numbers = (str(fmt.bias), _number(fmt.max), _number(fmt.smallest_normal), subnormal)
         table.add_row(name, fields, *numbers, f" {_USES[name]}")
     return table
 
@@ -99,6 +109,9 @@ def _print_values(console: Console, fmt: Format) -> None:
 
     from megafp8.fp8.formats import table as values_of
 
+    if fmt.mantissa_bits == 0:
+        _print_powers(console, fmt)
+        return
     columns, rows = 2**fmt.mantissa_bits, 2**fmt.exponent_bits
     values = values_of(fmt)[: rows * columns].tolist()
     digits = 6 if console.width >= 100 else 4
@@ -108,6 +121,17 @@ def _print_values(console: Console, fmt: Format) -> None:
         table.add_row(f"{row:0{fmt.exponent_bits}b}", *cells)
     shown = sum(math.isfinite(v) for v in values)
     console.print(f"{fmt.name}: the {shown} values from zero up, by exponent and mantissa bits", style="bold")
+    console.print(table)
+
+
+def _print_powers(console: Console, fmt: Format) -> None:
+    """A format without mantissa: the power of two of every code, eight to a row."""
+    last = 2**fmt.exponent_bits - 1
+    table = _table("code", *(f"+{n}" for n in range(8)), left=("code",))
+    for first in range(0, last + 1, 8):
+        cells = ("NaN" if code == last else f"2^{code - fmt.bias}" for code in range(first, first + 8))
+        table.add_row(str(first), *cells)
+    console.print(f"{fmt.name}: the {last} values, a power of two for each code", style="bold")
     console.print(table)
 
 
@@ -169,8 +193,8 @@ def _write_plot(name: str) -> None:
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"--plot {name}: {path.suffix or 'no ending'} is not one of {', '.join(_PICTURES)}")
     with matplotlib.rc_context(RC):
-        figure = new_figure(9.0, 9.2)
-        linear, powers, errors = figure.subplots(3, 1, height_ratios=[1.0, 1.25, 1.7])
+        figure = new_figure(9.0, 9.8)
+        linear, powers, errors = figure.subplots(3, 1, height_ratios=[1.0, 1.75, 1.7])
         _draw_linear(linear)
         _draw_powers(powers)
         _draw_errors(errors)
@@ -180,7 +204,7 @@ def _write_plot(name: str) -> None:
 
 
 def _drawn() -> list[tuple[Format, str]]:
-    """The formats of the picture with their colours, from the narrowest."""
+    """The formats of a tensor's values with their colours, from the narrowest."""
     from megafp8.fp8.formats import E2M1, E4M3, E5M2
     from megafp8.report.style import COLOURS
 
@@ -214,22 +238,24 @@ def _draw_linear(axes: Axes) -> None:
 
 
 def _draw_powers(axes: Axes) -> None:
-    """Positive values by magnitude; BF16 fills the width and runs out on both sides."""
+    """Positive values by magnitude; BF16 fills the width and E8M0 runs through it, both out on both sides."""
     import numpy as np
 
-    from megafp8.fp8.formats import finite_values
+    from megafp8.fp8.formats import FORMATS, finite_values
     from megafp8.report.style import COLOURS
 
-    drawn = _drawn()
+    scales = [(FORMATS[name], COLOURS["muted"]) for name in ("UE4M3", "E8M0")]
+    drawn = [*scales, *_drawn()]
     left, right = -18.0, 17.5
     for row, (fmt, colour) in enumerate(drawn):
         values = finite_values(fmt).numpy()
-        positive = values[values > 0]
+        positive = values[(values > 2.0**left) & (values < 2.0**right)]
         subnormal = positive < fmt.smallest_normal
         axes.vlines(np.log2(positive[~subnormal]), row - 0.34, row + 0.34, color=colour, linewidth=0.9)
         axes.vlines(np.log2(positive[subnormal]), row - 0.34, row + 0.06, color=colour, linewidth=0.9)
-        axes.annotate(f"{fmt.max:,.0f}", (float(np.log2(fmt.max)), row), (5, -3), textcoords="offset points",
-                      fontsize=8.5, color=colour)  # fmt: skip
+        largest = f"{fmt.max:,.0f}" if fmt.max < 2.0**right else f"\u2192 2$^{{{np.log2(fmt.max):.0f}}}$"
+        place = min(float(np.log2(fmt.max)), right - 0.4)
+        axes.annotate(largest, (place, row), (5, -3), textcoords="offset points", fontsize=8.5, color=colour)
     row = len(drawn)
     axes.fill_between([left, right], row - 0.34, row + 0.34, color=COLOURS["soft"], linewidth=0)
     words = "128 values between any two neighbouring powers of two, from 2$^{-126}$ to 2$^{127}$"
@@ -237,7 +263,7 @@ def _draw_powers(axes: Axes) -> None:
     axes.set_xlim(left, right)
     ticks = range(-16, 17, 4)
     axes.set_xticks(ticks, [f"2$^{{{t}}}$" for t in ticks])
-    axes.set_title("The positive ones by magnitude (short strokes: subnormal)")
+    axes.set_title("The positive ones by magnitude (short strokes: subnormal); grey: formats of block scales")
     _rows(axes, [*(fmt.name for fmt, _ in drawn), "BF16"])
 
 

@@ -34,6 +34,26 @@ def test_tables_are_whole(capsys, words):
     assert ("57344" in text) is (words == ())
 
 
+def test_limits_of_every_format(capsys):
+    text = run(capsys)
+    assert "every power of two from 2^-127 (code 0) to 2^127 (code 254)" in text
+    assert "values of E4M3 from zero up" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
+    # name, sign + exponent + mantissa bits, bias, largest, smallest normal, smallest subnormal
+    assert rows["E4M3"][1:6] == ["1+4+3", "7", "448", "0.015625", "0.00195312"]
+    assert rows["E5M2"][1:6] == ["1+5+2", "15", "57344", "6.10352e-05", "1.52588e-05"]
+    assert rows["E2M1"][1:6] == ["1+2+1", "1", "6", "1", "0.5"]
+    assert rows["UE4M3"][1:6] == ["0+4+3", "7", "448", "0.015625", "0.00195312"]
+    assert rows["E8M0"][1:6] == ["0+8+0", "127", "1.70141e+38", "5.87747e-39", "-"]
+
+
+def test_formats_of_scales_show_their_values_if_asked_for(capsys):
+    text = run(capsys, "--format", "UE4M3")
+    assert "UE4M3: the 127 values" in text and "448" in text
+    text = run(capsys, "--format", "E8M0")
+    assert "the 255 values" in text and "2^-127" in text and "2^127" in text and "NaN" in text
+
+
 def test_picture(tmp_path, capsys):
     for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
         run(capsys, "--plot", str(tmp_path / name))
