@@ -120,7 +120,7 @@ def decode_blocks(
         values = codes.float()
     factor = scale_inv.float()
     if tensor_amax is not None:
-        factor = factor * tensor_amax * reciprocal(spec.block_scale_max * E2M1.max)
+        factor = factor * tensor_amax * (1.0 / (spec.block_scale_max * E2M1.max))
     return values * expanded(factor, spec.block, values.shape)
 
 
@@ -182,7 +182,8 @@ def mx_scales(amax: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tens
 
     The stored power of two is amax / fp8_max rounded UP; the OCP rule rounds down, saturates and diverges in training.
     """
-    code = encode_e8m0(amax * reciprocal(fmt.max))
+    # torch takes a Python number to fp32 before it multiplies, as a kernel's constant is
+    code = encode_e8m0(amax * (1.0 / fmt.max))
     # 2**(127 - code), by its bits: the exponent field is 254 - code, and 2**-127 is a subnormal
     exponent = 254 - code.int()
     bits = torch.where(exponent > 0, exponent << 23, 1 << 22)
@@ -194,12 +195,13 @@ def nvfp4_scales(amax: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.T
 
     A block whose stored scale is 0 (all zero, or tiny beside the tensor) gets the largest scale; it decodes to 0.
     """
-    of_tensor = _nvfp4_tensor_scale(tensor_amax, UE4M3.max)
-    stored = cast(amax * (of_tensor * reciprocal(E2M1.max)), UE4M3)
+    of_tensor = nvfp4_tensor_scale(tensor_amax, UE4M3.max)
+    stored = cast(amax * (of_tensor * (1.0 / E2M1.max)), UE4M3)
     return _nvfp4_scale(stored, of_tensor), stored
 
 
-def _nvfp4_tensor_scale(tensor_amax: torch.Tensor, block_scale_max: float) -> torch.Tensor:
+def nvfp4_tensor_scale(tensor_amax: torch.Tensor, block_scale_max: float) -> torch.Tensor:
+    """The tensor's part of NVFP4's scales, fp32 of the same shape; 1 for amax 0 and infinity."""
     scale = torch.div(torch.full_like(tensor_amax, block_scale_max * E2M1.max), tensor_amax).clamp(max=FLOAT32_MAX)
     # amax 0 (infinite scale) and amax infinity (scale 0)
     return torch.where((tensor_amax == 0) | (scale == 0), torch.ones_like(scale), scale)
@@ -220,7 +222,7 @@ def four_over_six_scales(
     Source: Transformer Engine 2.20 custom_recipes/reference_nvfp4.py, `_quantize_blockwise_4over6_reference`.
     """
     assert spec.block is not None
-    of_tensor = _nvfp4_tensor_scale(tensor_amax, spec.block_scale_max)
+    of_tensor = nvfp4_tensor_scale(tensor_amax, spec.block_scale_max)
     base = torch.div(amax, torch.full_like(amax, E2M1.max)) * of_tensor
     maps = []
     for stretch in (1.5, 1.0):
@@ -254,11 +256,6 @@ def _nvfp4_errors(
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
-
-
-def reciprocal(value: float) -> float:
-    """1 / value rounded to fp32, as a kernel's constant is."""
-    return float(scale_inverse(torch.tensor(value)))
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:

@@ -162,11 +162,35 @@ def uniform_noise(seed: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> to
         fp32 of `shape`: odd multiples of 2**-24 in (0, 1), so that a probability is met within 2**-24.
     """
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
-    first = _mixed((seed + 0x9E3779B9) & _LOW_32)
-    second = _mixed(first ^ ((seed >> 32) & _LOW_32))
+    first, second = noise_keys(seed)
     # two rounds with two keys: with one, another seed would give the same numbers in another order
     bits = _mixed((_mixed((index ^ first) & _LOW_32) + second) & _LOW_32)
-    return (((bits >> 9) * 2 + 1).float() * 2.0**-24).view(shape)
+    return _fraction(bits).view(shape)
+
+
+def noise_keys(seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two keys of `uniform_noise`, 32 bits in int64 [1]."""
+    first = _mixed((seed + 0x9E3779B9) & _LOW_32)
+    return first, _mixed(first ^ ((seed >> 32) & _LOW_32))
+
+
+def noise_of(index: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """`uniform_noise` of elements by their index (int32, the low 32 bits), for compiled code: twice as fast in int32.
+
+    Products wrap around, as the vector instructions that torch.compile emits do; a test compares every bit.
+    """
+    return _fraction(_mixed_int32(_mixed_int32(index ^ first.int()) + second.int()))
+
+
+def _mixed_int32(h: torch.Tensor) -> torch.Tensor:
+    # the shifts of int32 copy the sign: the masks clear it
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def _fraction(bits: torch.Tensor) -> torch.Tensor:
+    return (((bits >> 9) & 0x7FFFFF) * 2 + 1).float() * 2.0**-24
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

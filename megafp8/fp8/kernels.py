@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megafp8.core.log import event, get_logger
+from megafp8.fp8 import block_kernels
+from megafp8.fp8.blocks import HADAMARD_DIM, hadamard
 from megafp8.fp8.formats import Format, cast, rounder
 from megafp8.fp8.recipe import TensorSpec, scale_from_amax, scale_inverse
 
@@ -89,9 +93,11 @@ class Kernels:
     def __init__(self, *, compiled: bool) -> None:
         self._compiled = compiled
         self._made: dict[tuple[TensorSpec, Callable[..., Any]], Callable[..., Any]] = {}
+        self._made_blocks: dict[tuple[TensorSpec, torch.dtype, bool], Callable[..., Any]] = {}
         self._amax = _compile(_amax) if compiled else _amax
         self._rescale = _compile(_rescale_) if compiled else _rescale_
         self._rescale_bias = _compile(_rescale_bias_) if compiled else _rescale_bias_
+        self._hadamard = _compile_alone(block_kernels.hadamard_kernel, "hadamard") if compiled else None
 
     def quantize(
         self, x: torch.Tensor, spec: TensorSpec, scale: torch.Tensor | None
@@ -109,6 +115,51 @@ class Kernels:
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         """`amax_of` in one pass."""
         return self._amax(_vector(x)) if x.numel() else amax_of(x)
+
+    def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """NVFP4: the amaxes fp32 [2] of what the two orientations of `x` [R, C] are quantized from."""
+        return torch.cat([self.amax(x), self._columns(x)[1] if spec.hadamard else self.amax(x)])
+
+    def quantize_blocks(
+        self,
+        x: torch.Tensor,
+        spec: TensorSpec,
+        *,
+        columnwise: bool = False,
+        tensor_amax: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> block_kernels.BlockValues:
+        """One orientation of `x` [R, C] quantized by blocks, as values: see `block_kernels.block_values`.
+
+        4over6 runs as written: it is for fine-tuning, and both of its candidates' errors take an order of additions
+        that does not vectorise.
+        """
+        (rows, columns), block = x.shape, spec.block
+        assert block is not None
+        fits = not (columnwise and spec.hadamard and rows % HADAMARD_DIM)  # else the definition says why not
+        if self._hadamard is None or x.numel() == 0 or not fits or spec.four_over_six:
+            return block_kernels.block_values(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
+        if columnwise and block[0] > 1:  # square blocks: the transpose's row-wise copy
+            x, rows, columns, columnwise = x.t(), columns, rows, False
+        if columnwise and spec.hadamard:
+            x, amax = self._columns(x)
+        elif spec.two_level and tensor_amax is None:
+            amax = self.amax(x)
+        tensor_amax = amax if tensor_amax is None and spec.two_level else tensor_amax
+        extra = [] if tensor_amax is None else [tensor_amax]
+        wide = 2 * block[1]
+        refolded = not columnwise and block[0] == 1 and columns % block[1] == 0 and x.numel() % wide == 0
+        source = x.reshape(-1, wide) if refolded else x  # its blocks follow one another anyway
+        if spec.stochastic:
+            assert seed is not None, "stochastic rounding needs a seed"
+            pitch = len(source) if columnwise else source.shape[1]
+            extra += [seed, torch.tensor([pitch], dtype=torch.int32)]
+        padded = _matrix(source, (block[::-1] if columnwise else block))
+        values, found, *_ = self._block_kernel(spec, x.dtype, columnwise)(padded, *extra)
+        values = values.flatten()[: x.numel()].view(x.shape) if refolded else values[:rows, :columns]
+        amax = found.amax().reshape(1) if tensor_amax is None else tensor_amax
+        factor = block_kernels.tensor_factor(spec, amax)
+        return block_kernels.BlockValues(values.t() if columnwise else values, factor, amax)
 
     def rescale_(
         self,
@@ -130,6 +181,24 @@ class Kernels:
             self._made[spec, make] = _compile(kernel) if self._compiled else kernel
         return self._made[spec, make]
 
+    def _columns(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The Hadamard transform along the rows of `x` [R, C], as [R, C], and its amax [1]."""
+        if self._hadamard is None or x.shape[0] % HADAMARD_DIM or x.numel() == 0:
+            transformed = hadamard(x.t().contiguous()).t()
+            return transformed, amax_of(transformed)
+        transformed, amax = self._hadamard(_matrix(x, (HADAMARD_DIM, 1)))
+        return transformed[: x.shape[0], : x.shape[1]], amax
+
+    def _block_kernel(self, spec: TensorSpec, dtype: torch.dtype, columnwise: bool) -> Callable[..., Any]:
+        assert spec.block is not None
+        made = self._made_blocks
+        if (spec, dtype, columnwise) not in made:
+            way = "square" if spec.block[0] > 1 else "columnwise" if columnwise else "rowwise"
+            make = getattr(block_kernels, f"{way}_kernel")
+            name = f"{way}_{spec.block[1]}_{spec.format.name.lower()}"
+            made[spec, dtype, columnwise] = _compile_alone(make(spec, dtype), name)
+        return made[spec, dtype, columnwise]
+
 
 def _vector(x: torch.Tensor) -> torch.Tensor:
     """The elements as a vector over the same memory (a copy if they are not contiguous).
@@ -139,6 +208,21 @@ def _vector(x: torch.Tensor) -> torch.Tensor:
     """
     dense = x.detach().contiguous()
     return dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), (dense.numel(),), (1,))
+
+
+def _matrix(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """`x` [R, C] as `_vector` takes it, padded by zeros to at least two whole blocks, both dims marked as variable.
+
+    Two, because torch.compile takes a size of 1 for a constant, also where it is a number of blocks.
+    """
+    rows, columns = (max(-(-size // of), 2) * of for size, of in zip(x.shape, block, strict=True))
+    dense = x.detach()
+    if x.shape != (rows, columns):
+        dense = F.pad(dense, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+    dense = dense.contiguous()
+    made = dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), (rows, columns), (columns, 1))
+    torch._dynamo.mark_dynamic(made, [0, 1])
+    return made
 
 
 @functools.cache
@@ -162,6 +246,17 @@ def compiled_kernels() -> Kernels:
 
 def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(kernel, dynamic=True, fullgraph=True)
+
+
+def _compile_alone(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Compile a function that a factory made; its dims are those that `_matrix` marks, its numbers are constants.
+
+    With a code object of its own: torch.compile counts variants, and takes numbers that differ between them for
+    variables, by code object.
+    """
+    code = kernel.__code__.replace(co_name=name)
+    own = types.FunctionType(code, kernel.__globals__, name, kernel.__defaults__, kernel.__closure__)
+    return torch.compile(own, fullgraph=True)
 
 
 def _first_line(error: Exception) -> str:

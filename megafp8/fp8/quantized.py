@@ -18,8 +18,6 @@ from megafp8.fp8.formats import E2M1, Format, table
 from megafp8.fp8.kernels import amax_of, encode, scaler
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
 
-_SECOND_SEED = 0x5851F42D4C957F2D  # the column-wise copy is rounded with other noise than the row-wise one
-
 
 @dataclass(frozen=True, eq=False)
 class Operand:
@@ -58,6 +56,11 @@ class Operand:
         """[R, C] in elements, or any shape where one scale serves the tensor."""
         packed = 2 if self.holds_codes and self.format == E2M1 else 1
         return torch.Size((*self.data.shape[:-1], self.data.shape[-1] * packed))
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether `unscaled`'s factor can be other than 1."""
+        return self.spec.block is None or self.spec.two_level
 
     @functools.cached_property
     def contiguous(self) -> torch.Tensor:
@@ -235,9 +238,13 @@ def quantize(
     rowwise = _operand(quantize_blocks(flat, spec, tensor_amax=of_rows, seed=seed), spec)
     if not columnwise or (spec.same_both_ways and spec.format != E2M1):
         return QuantizedTensor(rowwise)
-    other = seed if seed is None else seed ^ _SECOND_SEED
-    codes = quantize_blocks(column_source(flat, spec), spec, tensor_amax=of_columns, seed=other)
+    codes = quantize_blocks(column_source(flat, spec), spec, tensor_amax=of_columns, seed=columns_seed(seed))
     return QuantizedTensor(rowwise, _operand(codes, spec))
+
+
+def columns_seed(seed: torch.Tensor | None) -> torch.Tensor | None:
+    """The seed of the column-wise copy, which is rounded with other noise than the row-wise one."""
+    return None if seed is None else seed ^ 0x5851F42D4C957F2D
 
 
 def column_source(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

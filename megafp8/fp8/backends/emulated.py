@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.fp8.kernels import Kernels, amax_of, compiled_kernels, eager_kernels
-from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize, tensor_amaxes
+from megafp8.fp8.quantized import Operand, QuantizedTensor, columns_seed, quantize, tensor_amaxes
 from megafp8.fp8.recipe import Recipe, TensorSpec, dims_refusal
 
 
@@ -54,11 +54,9 @@ class Emulated:
         Also gives the amax, fp32 [1], where one scale serves the tensor, else None.
         """
         if spec.block is not None:
-            made = quantize(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
             if self._is_fast(x):
-                columns = made.blockwise_columns and made.blockwise_columns.as_values()
-                made = QuantizedTensor(made.rows.as_values(), columns)
-            return made, None
+                return self._block_values(x, spec, columnwise, tensor_amax, seed), None
+            return quantize(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed), None
         if not self._is_fast(x):
             return quantize(x, spec, scale), amax_of(x)
         values, scale_inv, amax = self._kernels(x).quantize(x, spec, scale)
@@ -66,9 +64,9 @@ class Emulated:
 
     def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """Largest magnitude of `x`, fp32 [1]; for NVFP4 of what both its operands are made from, fp32 [2]."""
-        if spec.two_level:
-            return tensor_amaxes(x, spec)
-        return self._kernels(x).amax(x) if self._is_fast(x) else amax_of(x)
+        if not self._is_fast(x):
+            return tensor_amaxes(x, spec) if spec.two_level else amax_of(x)
+        return self._kernels(x).amaxes(x, spec) if spec.two_level else self._kernels(x).amax(x)
 
     def gemm(
         self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, *, precise: bool
@@ -78,8 +76,26 @@ class Emulated:
         fast = self._is_fast(left) and self._is_fast(right)
         acc = left @ right.t() if fast else left.float() @ right.float().t()
         kernels = self._kernels(acc) if fast else eager_kernels()
-        kernels.rescale_(acc, factor_a, factor_b, bias)
+        if bias is not None or a.has_factor or b.has_factor:
+            kernels.rescale_(acc, factor_a, factor_b, bias)
         return acc.to(dtype)
+
+    def _block_values(
+        self,
+        x: torch.Tensor,
+        spec: TensorSpec,
+        columnwise: bool,
+        tensor_amax: torch.Tensor | None,
+        seed: torch.Tensor | None,
+    ) -> QuantizedTensor:
+        flat, kernels = x.detach().reshape(-1, x.shape[-1]), self._kernels(x)
+        of_rows, of_columns = (None, None) if tensor_amax is None else tensor_amax.split(1)
+        rows = kernels.quantize_blocks(flat, spec, tensor_amax=of_rows, seed=seed)
+        made = QuantizedTensor(Operand(rows.values, rows.scale_inv, spec))
+        if not columnwise or spec.same_both_ways:
+            return made
+        other = kernels.quantize_blocks(flat, spec, columnwise=True, tensor_amax=of_columns, seed=columns_seed(seed))
+        return QuantizedTensor(made.rowwise, Operand(other.values, other.scale_inv, spec))
 
     def _is_fast(self, x: torch.Tensor) -> bool:
         return self.fast and x.dtype == torch.bfloat16
