@@ -11,12 +11,21 @@ from megafp8.checkpoint.folders import find, latest, verify
 from megafp8.checkpoint.retention import prune
 
 if TYPE_CHECKING:
-    from megafp8.checkpoint.read import iterate_tensors, load, load_newest, load_tensors, read_meta, tensor_names
+    from megafp8.checkpoint.read import (
+        iterate_tensors,
+        load,
+        load_newest,
+        load_tensors,
+        read_meta,
+        tensor_names,
+        tensor_shapes,
+    )
     from megafp8.checkpoint.write import save
 
 __all__ = [
     "CheckpointConfig", "find", "iterate_tensors", "latest", "load", "load_newest", "load_tensors", "prune",
-    "read_meta", "save", "tensor_names", "verify",
+    "read_meta", "save", "tensor_names",
+    "tensor_shapes", "verify",
 ]  # fmt: skip
 
 

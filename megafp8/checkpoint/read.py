@@ -133,6 +133,16 @@ def tensor_names(path: Path | str, prefix: str = "") -> set[str]:
     return {name for name in read_manifest(Path(path)).tensors if name.startswith(prefix)}
 
 
+def tensor_shapes(path: Path | str, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Global names and shapes of the tensors that a checkpoint holds, those that start with `prefix`.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged manifest.
+    """
+    tensors = read_manifest(Path(path)).tensors
+    return {name: entry.shape for name, entry in tensors.items() if name.startswith(prefix)}
+
+
 def iterate_tensors(path: Path | str, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors (on the CPU) whose names start with `prefix`, one at a time in memory, without torch.distributed.
 

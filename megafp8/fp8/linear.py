@@ -24,14 +24,19 @@ Observer = Callable[[str, torch.Tensor, QuantizedTensor, torch.Tensor | None], N
 
 @dataclass
 class RoleState:
-    """One tensor of a layer: its spec and, for a recipe with memory, `amax_history` [L] and `scale` [1], fp32."""
+    """One tensor of a layer: its spec and, for a recipe with memory, `amax_history` [L] and `scale` [1], fp32.
+
+    `warming`: the memory is being filled and not yet read; the scale is the tensor's own.
+    """
 
     spec: TensorSpec
     tensors: dict[str, torch.Tensor]
+    warming: bool = False
 
     @property
     def scale(self) -> torch.Tensor | None:
-        return self.tensors.get("scale")
+        """What a tensor is quantized with; None: the scale of its own amax."""
+        return None if self.warming else self.tensors.get("scale")
 
     def record(self, amax: torch.Tensor | None) -> None:
         """Fold the amax [1] of a tensor of this micro-batch into the history's running entry, if there is one."""
@@ -61,6 +66,8 @@ class LinearState:
             None where scales are of blocks.
         shared_widely: whether amaxes of delayed scaling, if shared, are shared by all ranks of a pipeline stage and not
             by those of tp alone.
+        warmup_until: the last optimizer step in which delayed scaling takes each tensor's own scale, as current scaling
+            does, while the history fills: at scale 1, where it begins, E5M2 loses every gradient below 2^-17.
         step: the optimizer step, as `begin_step` said.
     """
 
@@ -70,6 +77,7 @@ class LinearState:
     device: torch.device | str = "cpu"
     observer: Observer | None = None
     shared_widely: bool = True
+    warmup_until: int = 0
     step: int = field(init=False, default=0)
     roles: dict[str, RoleState] = field(init=False)
     _cached: _CachedWeight | None = field(init=False, default=None)
@@ -79,6 +87,20 @@ class LinearState:
 
     def __post_init__(self) -> None:
         self.roles = {r: RoleState(self.recipe.spec(r), self.recipe.new_state(self.device)) for r in ROLES}
+        self.warm_up(self.warmup_until)
+
+    def warm_up(self, until: int) -> None:
+        """Delayed scaling warms up to the end of optimizer step `until`; 0, or a step that is past: it does not."""
+        self.warmup_until, before = until, self.warming
+        for role in self.roles.values():
+            role.warming = role.spec.delayed and self.step <= until and until > 0
+        if self.warming != before:  # a weight that an evaluation quantized has the other scale
+            self.drop_weight_cache()
+
+    @property
+    def warming(self) -> bool:
+        """Whether delayed scaling is still warming up."""
+        return any(role.warming for role in self.roles.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`{"input.scale": ...}`: fp32, live; load a checkpoint by copying into them, then drop the weight cache."""
@@ -91,6 +113,7 @@ class LinearState:
     def begin_step(self, step: int, seed: int) -> None:
         """A new optimizer step, and the seed from which its stochastic rounding draws."""
         self.step, self._seed, self._draws = step, seed, 0
+        self.warm_up(self.warmup_until)
 
     def alike(self, role: str, rows: int) -> bool:
         """Whether ranks that hold `rows` rows each of one tensor make the codes of the whole: see `quantize`'s `group`.

@@ -31,6 +31,9 @@ class PrecisionConfig:
         dict[str, Any],
         Field(description="the recipe's options; those of a recipe that patterns name in a table of its name"),
     ] = Field(default_factory=dict)
+    warmup_steps: Annotated[
+        int, Field(ge=0, description="delayed scaling: steps at the start that scale each tensor by its own amax")
+    ] = 5
     backend: Annotated[
         Literal["auto", "emulated", "native", "te"], Field(description="who does FP8 GEMMs; auto logs its choice")
     ] = "auto"

@@ -53,7 +53,9 @@ def linear_states(
         if reason:
             refusals[f"{name.split('.', 2)[2]} in recipe {plan[name]}: backend {chosen.name}: {reason}"] = None
         wide = precision.amax_group == "all"
-        states[name] = LinearState(name, recipes[plan[name]], chosen, device, shared_widely=wide)
+        states[name] = LinearState(
+            name, recipes[plan[name]], chosen, device, shared_widely=wide, warmup_until=precision.warmup_steps
+        )
     if refusals:
         raise ConfigError("\n".join(refusals))
     event(_logger, "fp8", recipe=",".join(used), backend=chosen.name, reason=chosen.reason, linears=len(states))

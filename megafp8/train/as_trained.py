@@ -16,6 +16,7 @@ from megafp8.infer.weights import Loaded, tokenizer_path
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import ParallelConfig
 from megafp8.train.config import RunConfig
+from megafp8.train.fp8_state import restore_warmup
 from megafp8.train.setup import assemble
 from megafp8.train.state import tensors_of
 
@@ -53,8 +54,9 @@ def load_as_trained(path: Path | str, *, tokenizer: str | Path | None = None) ->
     mesh = Mesh.single()
     parts = assemble(config, mesh, device, _NoFeed())
     tensors, layouts = tensors_of(parts)
-    load(path, tensors, layouts, mesh)
+    meta = load(path, tensors, layouts, mesh)
     parts.optimizer.load_done()
+    restore_warmup(parts, meta)
     for state in parts.fp8_states.values():
         state.drop_weight_cache()
     (model,) = parts.stages

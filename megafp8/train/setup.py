@@ -67,6 +67,7 @@ class Parts:
     Attributes:
         stages: the pipeline stages of this rank, in model order; the whole model without a pipeline.
         named_parameters: of all of them, by global name.
+        warmup_until: the last step of delayed scaling's warm-up, as in its states.
         tokenizer, corpus: None and empty in a test that brings its own batches.
     """
 
@@ -82,6 +83,10 @@ class Parts:
     loader: Feed
     tokenizer: Tokenizer | None = None
     corpus: dict[str, Any] = field(default_factory=dict)
+    warmup_until: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.warmup_until = self.config.precision.warmup_steps
 
     @property
     def fp8_states(self) -> dict[str, Any]:

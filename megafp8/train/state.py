@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint import load_newest, save, tensor_names
+from megafp8.checkpoint import latest, load_newest, save
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
-from megafp8.parallel.collectives import all_reduce_
+from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, restore
 from megafp8.train.setup import Parts, code_version
 
 logger = get_logger(__name__)
-_FP8 = "fp8."  # what names of FP8 state start with
-_MOMENTS = "optimizer.exp_avg"  # and those of both of Adam's moments
+_MOMENTS = "optimizer.exp_avg"  # what names of both of Adam's moments start with
 
 
 def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
@@ -30,8 +29,8 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
     tensors, layouts = dict(parts.optimizer.tensors()), dict(parts.optimizer.layouts())
     for module, state in parts.fp8_states.items():
         for name, tensor in state.tensors().items():
-            tensors[f"{_FP8}{module}.{name}"] = tensor
-            layouts[f"{_FP8}{module}.{name}"] = Layout(tuple(tensor.shape))
+            tensors[f"{PREFIX}{module}.{name}"] = tensor
+            layouts[f"{PREFIX}{module}.{name}"] = Layout(tuple(tensor.shape))
     for module, router in parts.routers.items():
         if router.bias is not None:
             tensors[f"moe.{module}.bias"] = router.bias
@@ -50,30 +49,12 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
         "config": to_dict(parts.config),
         "tokenizer": parts.corpus,
         "code_version": code_version(),
+        WARMUP: parts.warmup_until,
         **progress,
     }
     path = save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
     parts.optimizer.drop_copies()
     return path
-
-
-def _compare_precision(parts: Parts, path: Path, meta: Mapping[str, Any], mine: set[str]) -> None:
-    """A run may go on in another recipe, said aloud; in the same one, no FP8 state may be missing.
-
-    `mine`: names of this rank's FP8 state.
-    """
-    before, now = meta["config"]["precision"], to_dict(parts.config)["precision"]
-    missing = torch.tensor(len(mine - tensor_names(path, _FP8)))
-    all_reduce_(missing, parts.mesh.group_of(("pp", "dp", "cp", "tp")), "max")  # stages hold different states
-    if before != now:
-        changed: dict[str, Any] = {
-            key: f"{before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value
-        }
-        changed["fp8_tensors_afresh"] = int(missing)
-        event(logger, "precision is not the checkpoint's", level=logging.WARNING, **changed)
-    elif missing:
-        problem = f"{int(missing)} tensors of FP8 state are missing on a rank"
-        raise CheckpointError(f"{path}: {problem}; use an older checkpoint")
 
 
 def _compare_moments(parts: Parts, meta: Mapping[str, Any]) -> None:
@@ -100,12 +81,14 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
             its own configuration asks for.
     """
     tensors, layouts = tensors_of(parts)
-    folder = parts.config.dir / "checkpoints"
-    found = load_newest(folder, tensors, layouts, parts.mesh, optional=_FP8, converted=_MOMENTS)
+    root = parts.config.dir / "checkpoints"
+    asked = asked_as_stored(tensors, latest(root))
+    layouts |= {name: Layout(tuple(t.shape)) for name, t in asked.items() if t is not tensors[name]}
+    found = load_newest(root, asked, layouts, parts.mesh, optional=PREFIX, converted=_MOMENTS)
     if found is None:
         return None
     path, meta = found
-    _compare_precision(parts, path, meta, {name for name in tensors if name.startswith(_FP8)})
+    restore(parts, path, meta, asked)
     _compare_moments(parts, meta)
     if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:
         raise CheckpointError(

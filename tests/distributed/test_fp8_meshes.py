@@ -72,6 +72,7 @@ class Setting:
     experts: bool = False
     dropout: float = 0.0
     folder: str = "unused"
+    warmup: int = 0
 
     @property
     def world(self) -> int:
@@ -95,6 +96,7 @@ class Setting:
             "optimizer": {"lr": 1e-3, "schedule": "constant", "min_lr": 1e-3},
             "precision": {
                 "dtype": "fp32", "recipe": self.recipe, "emulation": "exact", "amax_group": self.amax_group,
+                "warmup_steps": self.warmup,
                 **({"options": {"amax_history_len": STEPS}} if self.recipe == "delayed" else {}),
             },
             "parallel": self.parallel,

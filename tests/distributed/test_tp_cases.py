@@ -58,7 +58,7 @@ def parts_in(folder: str, world: int, mesh: dict[str, Any], recipe: str) -> Any:
         run={"dir": folder},
         model={"hidden_size": 64, "ffn_hidden_size": 64, "head_dim": 16, "init_std": 0.1},
         parallel=mesh,
-        precision={"dtype": "fp32", "recipe": recipe, "emulation": "exact"},
+        precision={"dtype": "fp32", "recipe": recipe, "emulation": "exact", "warmup_steps": 1},
     )
     parts = make_parts(config, world)
     parts.corpus = {"fingerprint": "0" * 64}

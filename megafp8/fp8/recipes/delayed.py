@@ -36,6 +36,11 @@ class Delayed(DelayedOptions):
             "scale": torch.ones(1, dtype=torch.float32, device=device),
         }
 
+    def keeps_state_of(self, other: Delayed) -> bool:
+        """Whether state that `other` made is this one's as it stands."""
+        names = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @torch.no_grad()
     def update(
         self, states: Sequence[dict[str, torch.Tensor]], specs: Sequence[TensorSpec], amax: torch.Tensor
@@ -95,6 +100,35 @@ def updated(
     target = torch.where(torch.isinf(target), torch.full_like(target, FLOAT32_MAX), target)
     usable = torch.isfinite(amax) & (amax > 0)
     return torch.where(seen, rolled, history), torch.where(usable, target, scale)
+
+
+@torch.no_grad()
+def carried_over(
+    history: torch.Tensor, scale: torch.Tensor, role: str, old: Delayed, new: Delayed
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State of a tensor that `old` made, between two micro-batches, as `new` wants it: newest amaxes, scale from them.
+
+    Args:
+        history: fp32 [old.amax_history_len]; one of length 1 remembers nothing, and the amax is read from the scale.
+        scale: fp32 [1].
+
+    Returns:
+        history fp32 [new.amax_history_len] and scale fp32 [1]; 1 if the tensor was never seen.
+    """
+    past = history[1:]
+    if len(history) == 1 and bool(scale != 1):
+        past = torch.div(torch.full_like(scale, old.spec(role).format.max * 2.0**-old.margin), scale)
+    kept = past[-(new.amax_history_len - 1) :] if new.amax_history_len > 1 else past[:0]
+    carried = torch.zeros(new.amax_history_len, dtype=history.dtype, device=history.device)
+    if len(kept):
+        carried[-len(kept) :] = kept
+    window = past[-max(1, new.amax_history_len - 1) :]
+    if new.amax_compute_algo == "most_recent":
+        window = past[-1:]
+    amax = torch.nan_to_num(window, nan=0.0, posinf=torch.inf).amax().reshape(1) if len(window) else scale.new_zeros(1)
+    target = torch.div(torch.full_like(scale, new.spec(role).format.max * 2.0**-new.margin), amax)
+    target = torch.where(torch.isinf(target), torch.full_like(target, FLOAT32_MAX), target)
+    return carried, torch.where(torch.isfinite(amax) & (amax > 0), target, torch.ones_like(scale))
 
 
 RECIPE = Delayed
