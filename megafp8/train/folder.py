@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megafp8.checkpoint.folders import latest, step_of
-from megafp8.core.config import dump_toml, load_toml, to_dict
+from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError, ResourceError
 from megafp8.core.jsonio import resource_error, write_atomic
+from megafp8.nn.precision import PrecisionConfig
 from megafp8.train.config import RunConfig
 
 TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
@@ -20,6 +22,9 @@ _FREE = (
     "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
     "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "optimizer.kernel",
 )  # fmt: skip
+
+# and with checkpoint.change_precision; its dtype is that of the weights
+_FREE_PRECISION = tuple(f"precision.{field.name}" for field in fields(PrecisionConfig) if field.name != "dtype")
 
 
 def prepare(config: RunConfig) -> None:
@@ -43,13 +48,26 @@ def prepare(config: RunConfig) -> None:
 def refuse_other(config: RunConfig) -> None:
     """Raise ConfigError if the folder holds a run of another configuration; looks, and changes nothing."""
     path = config.dir / "config.toml"
-    changed = changes(load_toml(path), to_dict(config)) if path.exists() else {}
+    changed = changes(_with_defaults(load_toml(path)), to_dict(config)) if path.exists() else {}
+    way_out = "choose another run.dir or delete it"
+    if changed and all(key.startswith(_FREE_PRECISION) for key in changed):
+        if config.checkpoint.change_precision:
+            return
+        way_out = "choose another run.dir, or go on in the new precision: checkpoint.change_precision = true"
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise ConfigError(
-            f"{config.dir}: holds a run of another configuration ({shown}{more}); choose another run.dir or delete it"
+            f"{config.dir}: holds a run of another configuration ({shown}{more}); {way_out}"
         )
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that an older version wrote, with the defaults of keys that it did not know."""
+    try:
+        return to_dict(build(RunConfig, values))
+    except ConfigError:  # it has keys that are gone: they are shown as a difference
+        return values
 
 
 def is_finished(config: RunConfig) -> bool:

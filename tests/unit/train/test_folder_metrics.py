@@ -41,6 +41,28 @@ def test_length_logging_and_ranks_may_change(tmp_path):
     }
 
 
+def test_another_precision_is_refused_unless_it_is_meant(tmp_path):
+    folder.prepare(_config(tmp_path))
+    other = ["--precision.recipe", "delayed", "--precision.warmup_steps", "3"]
+    with pytest.raises(ConfigError, match=r"precision\.recipe was 'none', is .*checkpoint\.change_precision = true"):
+        folder.prepare(_config(tmp_path, *other))
+    meant = [*other, "--checkpoint.change_precision", "true"]
+    for also in (["--optimizer.lr", "0.5"], ["--precision.dtype", "fp32"]):
+        with pytest.raises(ConfigError, match=r"choose another run\.dir or delete it"):
+            folder.prepare(_config(tmp_path, *meant, *also))
+    folder.prepare(_config(tmp_path, *meant))
+    folder.prepare(_config(tmp_path, *other))  # it is a run in this precision now
+
+
+def test_a_folder_of_an_older_version_lacks_keys_that_stand_at_their_default(tmp_path):
+    folder.prepare(_config(tmp_path))
+    path = tmp_path / "run/config.toml"
+    text = path.read_text()
+    assert "warmup_steps = 5" in text
+    path.write_text(text.replace("warmup_steps = 5\n", ""))
+    folder.prepare(_config(tmp_path))
+
+
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("x")
     with pytest.raises(ResourceError, match=r"choose another run\.dir"):
