@@ -83,7 +83,7 @@ def restore(parts: Parts, path: Path, meta: Mapping[str, Any], loaded: Mapping[s
     if afresh:
         _start_afresh(parts, meta["step"], afresh)
     if stored and "delayed" not in parts.config.precision.recipes:
-        dropped = {"tensors": len(stored), "recipe": f"{before['recipe']} -> {now['recipe']}"}
+        dropped: dict[str, Any] = {"tensors": len(stored), "recipe": f"{before['recipe']} -> {now['recipe']}"}
         event(logger, "FP8 state is dropped: no linear is in delayed scaling now", level=logging.WARNING, **dropped)
 
 
