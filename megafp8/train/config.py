@@ -5,6 +5,7 @@ TOML <- dotted overrides <- presets filled in; what only a combination can break
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
@@ -14,12 +15,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megafp8.checkpoint.config import CheckpointConfig
-from megafp8.core.config import apply_overrides, build, config_dataclass, load_toml
+from megafp8.core.config import apply_overrides, build, config_dataclass, load_toml, nearest
 from megafp8.core.errors import ConfigError
 from megafp8.data.batch_size import BatchSize, batch_problems, ramp_problems
 from megafp8.data.config import DataConfig
 from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
-from megafp8.nn.precision import PrecisionConfig, plan_gemms, token_rule
+from megafp8.nn.precision import RECIPES, PrecisionConfig, plan_gemms, token_rule
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
@@ -82,6 +83,31 @@ class LogSection:
     interval: Annotated[int, Field(gt=0, description="steps between console lines")] = 10
     tensorboard: Annotated[bool, Field(description="event files under Megatron-LM's tag names")] = True
     fp8_interval: Annotated[int, Field(ge=0, description="steps between FP8 statistics; 0 = never")] = 0
+    fp8_modules: Annotated[
+        str, Field(description="regex found in the names of the linears that they are taken of; empty = all")
+    ] = ""
+    fp8_what_if: Annotated[
+        tuple[str, ...], Field(description="recipes that are measured beside the one in use, with their defaults")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        problems = [_what_if_problem(name) for name in self.fp8_what_if]
+        try:
+            re.compile(self.fp8_modules)
+        except re.error as error:
+            problems.append(f"fp8_modules = {self.fp8_modules!r}: not a regular expression: {error}")
+        if any(problems):
+            raise ValueError("\n".join(problem for problem in problems if problem))
+
+
+def _what_if_problem(name: str) -> str:
+    if name == "delayed":
+        return (
+            "fp8_what_if = 'delayed': its scales come from amax histories, which only a run in it has; nearest: "
+            "'current'"
+        )
+    names = [recipe for recipe in RECIPES if recipe != "delayed"]
+    return "" if name in names else f"fp8_what_if = {name!r}: is not one of {', '.join(names)}{nearest(name, names)}"
 
 
 @config_dataclass
@@ -153,8 +179,23 @@ def _broken_rules(config: RunConfig, world: int) -> list[str]:
     train = config.train
     problems += batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
     problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(parallel)
-    problems += _moment_problems(config)
+    problems += _moment_problems(config) + _statistics_problems(config)
     return problems + schedule_of(config).problems()
+
+
+def _statistics_problems(config: RunConfig) -> list[str]:
+    """A pattern that no FP8 linear matches; a run in bf16 has none, and may share its file with one in FP8."""
+    pattern = config.log.fp8_modules
+    plan, _ = plan_gemms(config.precision, list(quantizable_shapes(config.model)), config.model.num_layers)
+    quantized = [name for name, recipe in plan.items() if recipe != "none"]
+    if not pattern or not quantized or any(re.search(pattern, name) for name in quantized):
+        return []
+    kinds = dict.fromkeys(name.split(".", 2)[2] for name in quantized)
+    layers = sorted({int(name.split(".")[1]) for name in quantized})
+    return [
+        f"log.fp8_modules = {pattern!r}: matches no linear in FP8; they are {', '.join(kinds)} in "
+        f"layers.{layers[0]} to layers.{layers[-1]}"
+    ]
 
 
 def _recompute_problems(config: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ from megafp8.core import log
 from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
+from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.models.cost import flops_per_token
 from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_, merge_dicts
@@ -25,7 +26,7 @@ from megafp8.parallel.launch import shutdown
 from megafp8.train import folder, metrics
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
-from megafp8.train.facts import write_facts
+from megafp8.train.facts import precision_counts, write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.progress import StepBar
 from megafp8.train.setup import Parts, build_parts, start_processes
@@ -95,6 +96,9 @@ class Run:
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
         self.gpu = GpuReadings(parts.device)
+        counts = precision_counts(config)
+        self.gemm_counts = {name: counts[name] for name in ("gemms", "fp8_gemms") if counts}
+        self.what_if = {name: fp8_recipe(name) for name in config.log.fp8_what_if}
         self.learning_rate = schedule_of(config)
         self.total_samples = batches_of(config).consumed_after(config.train.steps)
         model, sequence = config.model, config.data.sequence_length
@@ -138,7 +142,7 @@ class Run:
         rate = self.learning_rate(step=self.step, consumed_samples=samples)
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
         if wants_stats:
-            stats.arm(parts.fp8_states.values())
+            stats.arm(parts.fp8_states.values(), modules=config.log.fp8_modules, what_if=self.what_if)
         start = time.perf_counter()
         result = train_step(parts, self.step, rate)
         seconds = time.perf_counter() - start
@@ -149,9 +153,10 @@ class Run:
         tokens = result.num_sequences * config.data.sequence_length
         bar.advance(loss=result.loss, tokens_per_second=tokens / seconds, eta_seconds=self._eta())
         if wants_stats:  # each pipeline rank has those of its layers
-            found = merge_dicts(stats.read(parts.fp8_states.values()), parts.mesh.group("pp"))
+            found = stats.read(parts.fp8_states.values(), parts.mesh.group_of(("dp", "cp", "tp")))
+            found = merge_dicts(found, parts.mesh.group("pp"))
             if found:
-                self.writer.write("fp8", self.step, stats=found)
+                self.writer.write("fp8", self.step, stats=found, **self.gemm_counts)
         self._guard(result)
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):

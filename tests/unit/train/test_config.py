@@ -55,6 +55,26 @@ def test_all_broken_rules_at_once_with_ways_out():
         refuse_broken(config, 8)
 
 
+def test_fp8_statistics_of_no_module_or_of_no_recipe_are_refused():
+    fp8 = ["--precision.recipe", "delayed", "--precision.first_layers_bf16", "1"]
+    config = load_run_config(TINY, [*fp8, "--log.fp8_modules", "mlp.donw"])
+    last = config.model.num_layers - 1
+    (problem,) = check_run(config, 1)
+    assert problem == (
+        "log.fp8_modules = 'mlp.donw': matches no linear in FP8; they are attention.qkv, attention.out, mlp.gate_up, "
+        f"mlp.down in layers.1 to layers.{last}"
+    )
+    assert check_run(load_run_config(TINY, [*fp8, "--log.fp8_modules", r"layers\.1\..*down$"]), 1) == []
+    # a file shared by a run in bf16 and one in FP8
+    assert check_run(load_run_config(TINY, ["--precision.recipe", "none", "--log.fp8_modules", "mlp.donw"]), 1) == []
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(TINY, ["--log.fp8_modules", "(", "--log.fp8_what_if", '["mxpf8", "delayed"]'])
+    lines = str(caught.value)
+    assert "log: fp8_what_if = 'mxpf8': is not one of current, blockwise, mxfp8, nvfp4; nearest: mxfp8" in lines
+    assert "fp8_what_if = 'delayed': its scales come from amax histories" in lines
+    assert "fp8_modules = '(': not a regular expression" in lines
+
+
 def test_a_sequence_longer_than_the_model_takes_is_refused():
     config = load_run_config(TINY, ["--data.sequence_length", "512"])
     assert any("512" in p and "max_sequence_length" in p for p in check_run(config, 1))
