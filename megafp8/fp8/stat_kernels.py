@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from megafp8.fp8.blocks import block_amax, mx_scales, nvfp4_scales
+from megafp8.fp8.blocks import block_amax, mx_scales, nvfp4_scales, quantize_blocks
 from megafp8.fp8.formats import E2M1, E8M0, UE4M3
 from megafp8.fp8.kernels import compiled_kernels, eager_kernels
 from megafp8.fp8.quantized import Operand
@@ -36,25 +37,22 @@ def measure(x: Tensor, operand: Operand, *, compiled: bool) -> Tensor:
     width = next((w for w in _WIDTHS if x.numel() % w == 0 and x.numel() > w), 0) if compiled else 0
     spec = operand.spec
     inverse = factor.expand(2) if spec.block is None else _inverse_scales(x, spec, factor, compiled)
-    limit = spec.format.max * _SLACK if spec.block is None else float("inf")
+    edge = factor * (spec.format.max * _SLACK if spec.block is None else float("inf"))
     if not width:
-        return _tally(limit)(x.reshape(1, -1), values.reshape(1, -1), factor, inverse)
-    return _compiled_tally(limit)(_rows(x, width), _rows(values, width), factor, inverse)
+        return _tally(x.reshape(1, -1), values.reshape(1, -1), factor, edge, inverse)
+    return _compiled(_tally)(_rows(x, width), _rows(values, width), factor, edge, inverse)
 
 
-def _tally(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def tally(x: Tensor, values: Tensor, factor: Tensor, inverse: Tensor) -> Tensor:
-        wide, codes = x.float(), values.float()
-        magnitude = wide.abs()
-        underflows = ((magnitude != 0) & (codes == 0)).float().sum(1)
-        overflows = (magnitude > factor * limit).float().sum(1)
-        error = codes * factor - wide
-        squares = (error * error).sum(1)
-        amax = torch.where(magnitude == magnitude, magnitude, 0.0).amax(1)
-        sums = [part.sum().reshape(1) for part in (underflows, overflows, squares)]
-        return torch.cat([*sums, amax.amax().reshape(1), inverse])
-
-    return tally
+def _tally(x: Tensor, values: Tensor, factor: Tensor, edge: Tensor, inverse: Tensor) -> Tensor:
+    wide, codes = x.float(), values.float()
+    magnitude = wide.abs()
+    underflows = ((magnitude != 0) & (codes == 0)).float().sum(1)
+    overflows = (magnitude > edge).float().sum(1)
+    error = codes * factor - wide
+    squares = (error * error).sum(1)
+    amax = torch.where(magnitude == magnitude, magnitude, 0.0).amax(1)
+    sums = [part.sum().reshape(1) for part in (underflows, overflows, squares)]
+    return torch.cat([*sums, amax.amax().reshape(1), inverse])
 
 
 def _extremes(x: Tensor) -> Tensor:
@@ -64,8 +62,9 @@ def _extremes(x: Tensor) -> Tensor:
     return torch.stack([torch.where(amax > 0, amax, torch.inf).amin(), amax.amax()])
 
 
-_compiled_tally = functools.cache(lambda limit: torch.compile(_tally(limit), dynamic=True, fullgraph=True))
-_compiled_extremes = functools.cache(lambda: torch.compile(_extremes, dynamic=True, fullgraph=True))
+@functools.cache
+def _compiled(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(kernel, dynamic=True, fullgraph=True)
 
 
 def _inverse_scales(x: Tensor, spec: TensorSpec, factor: Tensor, compiled: bool) -> Tensor:
@@ -76,8 +75,11 @@ def _inverse_scales(x: Tensor, spec: TensorSpec, factor: Tensor, compiled: bool)
     assert spec.block is not None
     rows, columns = spec.block
     flat = x.reshape(-1, x.shape[-1])
+    if spec.four_over_six is not None:  # each block has chosen between two scales: made again
+        made = quantize_blocks(flat, replace(spec, stochastic=False)).scale_inv.float()
+        return torch.stack([torch.where(made > 0, made, torch.inf).amin(), made.amax()]) * factor
     if rows == 1 and compiled and flat.shape[1] % columns == 0 and flat.numel() > columns:
-        amax = _compiled_extremes()(_rows(flat, columns))
+        amax = _compiled(_extremes)(_rows(flat, columns))
     else:
         amax = _extremes(block_amax(flat, spec.block).reshape(-1, 1))
     amax = torch.where(torch.isinf(amax[:1]), amax[1:], amax)  # nothing but zeros, or one infinite block

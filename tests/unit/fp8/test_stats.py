@@ -62,10 +62,12 @@ def test_armed_for_one_step_only():
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "nvfp4 4over6"])
 def test_every_recipe_against_the_codes(name: str, mode: str):
     """From the real codes and scales of the definition; the noise of NVFP4's gradients is left out of this one."""
-    options = {"disable_stochastic_rounding": True} if name == "nvfp4" else {}
+    options: dict[str, object] = {"disable_stochastic_rounding": True} if "nvfp4" in name else {}
+    if name == "nvfp4 4over6":
+        name, options = "nvfp4", options | {"nvfp4_4over6": "all", "disable_rht": True}
     state, tensors = layer(name, mode, **options), operands()
     stats.arm([state])
     one_pass(state, *(tensor.clone() for tensor in tensors))
@@ -83,7 +85,7 @@ def test_every_recipe_against_the_codes(name: str, mode: str):
         if spec.block is not None:
             assert "overflows%" not in got and "scale" not in got
             made_blocks = quantize_blocks(x, spec)
-            scales = made_blocks.scale_inv.float() * tensor_factor(made_blocks.tensor_amax, x.device)
+            scales = made_blocks.scale_inv.float() * tensor_factor(made_blocks.tensor_amax, spec, x.device)
         # NVFP4's factor comes back from the operand with one rounding
         assert got["scale_inv_min"] == pytest.approx(float(scales.min()), rel=2**-22)
         assert got["scale_inv_max"] == pytest.approx(float(scales.max()), rel=2**-22)
