@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megafp8.fp8 import backend, recipe
 from megafp8.fp8.blocks import hadamard, quantize_blocks
 from megafp8.fp8.formats import E2M1, E4M3, E5M2, UE4M3
 from megafp8.fp8.quantized import quantize
@@ -128,9 +129,66 @@ def test_nvfp4_with_4over6() -> None:
                         assert_nvfp4(x, spec, theirs, (shape, kind, tile, mode))
 
 
-def test_recipes_have_transformer_engines_names_and_defaults() -> None:
-    from megafp8.fp8.recipe import recipe
+def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What two fp32 sums of K products in any order, with factors applied before or after, may differ by.
 
+    Each errs by at most (K + 6) 2**-24 of the sum of magnitudes: K additions, and up to six products with scales.
+    """
+    magnitudes = a.double().abs() @ b.double().abs().t()
+    return 2 * (a.shape[1] + 6) * 2.0**-24 * magnitudes
+
+
+def test_the_gemms_of_nvfp4_agree_with_the_reference_down_to_summation() -> None:
+    """fprop, and wgrad on transformed operands, each against Transformer Engine's block by block product."""
+    generator = torch.Generator().manual_seed(11)
+    x, g = (torch.randn(64, n, generator=generator).bfloat16() for n in (96, 48))
+    weight = torch.randn(48, 96, generator=generator).bfloat16()
+    emulated = backend("emulated", "exact", device="cpu")
+    plain = recipe("nvfp4", disable_stochastic_rounding=True)
+    ours = {
+        role: quantize(t, plain.spec(role), columnwise=True)
+        for role, t in (("input", x), ("weight", weight), ("grad_output", g))
+    }
+    with transformer_engine():
+        from transformer_engine.pytorch.custom_recipes import gemm, reference_nvfp4, reference_utils
+
+        e2m1 = reference_utils.Fp4Formats.E2M1
+        vectors = reference_nvfp4.NVFP4QuantizerRef(e2m1, with_rht=True)
+        squares = reference_nvfp4.NVFP4QuantizerRef(e2m1, quant_tile_shape=(16, 16))
+        theirs = {"x": vectors.quantize(x), "w": squares.quantize(weight), "g": vectors.quantize(g)}
+        fprop = vectors.qgemm(
+            theirs["x"].data, theirs["w"].data, gemm.MMParams(), torch.float32, theirs["x"].scale, theirs["w"].scale,
+            gemm_type=gemm.GEMMType.FPROP, qresult_x=theirs["x"], qresult_w=theirs["w"],
+        )  # fmt: skip
+        wgrad = vectors.qgemm(
+            theirs["g"].data_t, theirs["x"].data_t, gemm.MMParams(), torch.float32, theirs["g"].scale_t,
+            theirs["x"].scale_t, gemm_type=gemm.GEMMType.WGRAD, qresult_x=theirs["g"], qresult_w=theirs["x"],
+        )  # fmt: skip
+    for a, b, want in (
+        (ours["input"].rowwise, ours["weight"].rowwise, fprop),
+        (ours["grad_output"].columnwise, ours["input"].columnwise, wgrad),
+    ):
+        got = emulated.gemm(a, b, None, torch.float32, precise=True)
+        assert ((got - want).abs() <= product_bound(a.dequantize(), b.dequantize())).all()
+
+
+def test_the_gemm_of_current_scaling_agrees_with_the_reference_down_to_summation() -> None:
+    generator = torch.Generator().manual_seed(12)
+    x, weight = (torch.randn(n, 96, generator=generator).bfloat16() for n in (64, 48))
+    a, b = (quantize(t, TensorSpec(E4M3)) for t in (x, weight))
+    with transformer_engine():
+        from transformer_engine.pytorch.custom_recipes import gemm, reference_current_scaling
+
+        reference = reference_current_scaling.CurrentScalingQuantizerRef(torch.float8_e4m3fn)
+        x_theirs, w_theirs = reference.quantize(x), reference.quantize(weight)
+        want = reference.qgemm(
+            x_theirs.data, w_theirs.data, gemm.MMParams(), torch.float32, x_theirs.scale, w_theirs.scale
+        )
+    got = backend("emulated", "exact", device="cpu").gemm(a.rows, b.rows, None, torch.float32, precise=True)
+    assert ((got - want).abs() <= product_bound(a.dequantize(), b.dequantize())).all()
+
+
+def test_recipes_have_transformer_engines_names_and_defaults() -> None:
     with transformer_engine():
         from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.core.errors import ConfigError
 from megafp8.fp8.blocks import block_amax, decode_blocks, hadamard, mx_scales, nvfp4_scales, quantize_blocks
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, cast, table
+from megafp8.fp8.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, cast, encode_e8m0, table
 from megafp8.fp8.recipe import TensorSpec, recipe
 from tests.unit.fp8.reference import round_by_search
 
@@ -194,6 +194,8 @@ class TestShortCuts:
         amax = bits.view(torch.bfloat16).float()
         _, stored = mx_scales(amax, E4M3)
         assert torch.equal(torch.log2(stored.double()), torch.ceil(torch.log2(amax.double() / 448)))
+        divided = torch.div(amax, torch.full_like(amax, 448.0))  # instead of times fp32(1 / 448)
+        assert torch.equal(encode_e8m0(divided), stored.view(torch.uint8))
 
     def test_division_by_a_tensor_not_the_reciprocal_of_one(self):
         x = sample(500, 128, seed=4)
@@ -209,8 +211,9 @@ class TestShortCuts:
         spec = TensorSpec(E4M3, block=(1, 128))
         right = quantize_blocks(x, spec)
         divided = cast(x.float() / right.scale_inv, E4M3)
+        by_step = cast(x.float() / (block_amax(x, spec.block) / 448), E4M3)
         in_bf16 = cast(x * (1 / right.scale_inv).bfloat16(), E4M3)
-        for wrong in (divided, in_bf16):
+        for wrong in (divided, by_step, in_bf16):
             assert (wrong.view(torch.uint8) != right.codes.view(torch.uint8)).any()
 
     def test_nvfp4_scales_fold_the_sixth_into_the_tensors_scale(self):
