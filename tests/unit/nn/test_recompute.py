@@ -66,6 +66,15 @@ def test_the_same_bits(name: str, dtype: torch.dtype, recipe: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), plan
 
 
+@pytest.mark.parametrize("name, recipe", [("llama", "mxfp8"), ("mixtral", "nvfp4")])
+def test_the_same_bits_with_scales_of_blocks(name: str, recipe: str) -> None:
+    values = {**MODELS[name], "ffn_hidden_size": 192}
+    expected = run(values, torch.bfloat16, "none", recipe)
+    for plan in ("selective", "full"):
+        got = run(values, torch.bfloat16, plan, recipe)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), plan
+
+
 def kept(recompute: Any, dtype: torch.dtype) -> int:
     model = build(ModelConfig(preset="tiny_gpt", hidden_dropout=0.1), recompute=recompute, dtype=dtype)
     return kept_bytes(lambda: model(tokens(64), tokens(64), dropout=DropoutKey(1, torch.tensor([0, 1]))))
