@@ -197,6 +197,15 @@ class LinearState:
         self._cached = cached if self.keeps_weight else replace(cached, quantized=None)
         return quantized
 
+    def quantized_once(self, weight: torch.Tensor, *, record: bool, columnwise: bool = True) -> QuantizedTensor:
+        """A weight [N, K] that is one pass's own (nn/smooth), with a scale of its own amax; nothing is kept of it."""
+        quantized, amax = self.backend.quantize(weight, self.roles["weight"].spec, None, columnwise=columnwise)
+        if record:
+            self.roles["weight"].record(amax)
+        if self.observer is not None:
+            self.observer("weight", weight, quantized, amax)
+        return quantized
+
     def _quantized_now(
         self,
         weight: torch.Tensor,

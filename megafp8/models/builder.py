@@ -100,6 +100,7 @@ def build_stages(
             dtype=dtype,
             states=_states_of(span, states),
             compiled=compile_layers,
+            smooth=precision is not None and precision.smooth_swiglu,
         )
         embedding: nn.Module | None = stages[0].embedding if stages and stages[0].span.first else None
         stages.append(Decoder(config, layers, recompute=recompute, span=span, embedding=embedding))

@@ -17,7 +17,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.models.families import FAMILIES, preset
 from megafp8.models.mla_config import MLAConfig
 from megafp8.models.moe_config import MoEConfig, check_experts, nearest_divisors, with_widths
-from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms
+from megafp8.nn.precision import PrecisionConfig, backend_problems, dim_problems, plan_gemms, smooth_problems
 from megafp8.parallel.context_check import exchange_problems, sequence_problems
 
 _Rate = Annotated[float, Field(ge=0, lt=1, description="share of elements dropped")]
@@ -287,6 +287,7 @@ def check_model(
         shapes = quantizable_shapes(config, tp=tp, etp=etp or tp)
         plan, misses = plan_gemms(precision, list(shapes), config.num_layers)
         problems += misses + dim_problems(plan, shapes, tp) + backend_problems(precision)
+        problems += smooth_problems(precision, plan, config.activation)
     return problems
 
 

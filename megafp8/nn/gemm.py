@@ -88,14 +88,16 @@ def linear(
     state: LinearState | None = None,
     split: Split | None = None,
     rebuild: Rebuild | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """x [S, ..., K] times weight [..., K] (its leading dims flattened to N) plus bias -> [S, ..., N] in x's dtype.
 
     `weight` and `bias` are this rank's; a row's bias is whole and added to the sum. The first dim of x (column) or of
     the result (row) is a shard under sequence parallelism. `rebuild` makes x again in the backward pass, bit for bit,
-    so that it is not kept; in FP8 the codes are kept instead.
+    so that it is not kept; in FP8 the codes are kept instead. `columns` [K] multiply the weight's columns (nn/smooth).
     """
-    y: Tensor = _Linear.apply(x, weight, bias, state, split or Split("column"), rebuild, torch.is_grad_enabled())
+    split = split or Split("column")
+    y: Tensor = _Linear.apply(x, weight, bias, state, split, rebuild, columns, torch.is_grad_enabled())
     return y
 
 
@@ -109,19 +111,21 @@ class _Linear(torch.autograd.Function):
         state: LinearState | None,
         split: Split,
         rebuild: Rebuild | None,
+        columns: Tensor | None,
         record: bool,
     ) -> Tensor:
         flat, vector = _rows(x.detach()), None if bias is None else picked(bias.detach().flatten(), split.rows)
         ctx.state, ctx.split, ctx.weight, ctx.x, ctx.bias = state, split, weight, (x.shape, x.dtype), bias
+        ctx.columns = columns
         inside = vector if split.side == "column" or split.group is None else None  # a row's is added to the sum
         if state is None:
             whole = all_gather(flat, split.group) if split.gathers_input else flat
-            y = F.linear(whole, picked(weight.detach().flatten(0, -2), split.rows), inside)
+            y = F.linear(whole, _used(weight.detach(), split, columns), inside)
             ctx.kept = _Input(None, split.gathers_input, rebuild)
             ctx.save_for_backward(weight, *(() if rebuild else (flat,)))
         else:
             kept, codes = _quantized_input(flat, state, split, record)
-            matrix = state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows, columnwise=record)
+            matrix = _quantized_weight(state, weight, split, columns, record=record, columnwise=record)
             y = fprop(state, codes, matrix, inside, x.dtype)
             ctx.matrix = matrix if state.keeps_weight else None
             ctx.kept = _Input(Kept.of(kept if record else None), kept is not codes, None)
@@ -144,19 +148,20 @@ class _Linear(torch.autograd.Function):
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         weight_grad = None
         if wants_dw:
-            weight_grad = _WeightGrad(operand, ctx.kept, saved if state else saved[1:], weight, state, split)
+            kept = saved if state else saved[1:]
+            weight_grad = _WeightGrad(operand, ctx.kept, kept, weight, state, split, ctx.columns)
         store = current_store()
         if weight_grad is not None and store is None:
             weight_grad.start()
         dx: Pending[Any] = done(None)
         if wants_dx:
-            matrix = picked(saved[0].flatten(0, -2), split.rows) if state is None else ctx.matrix
+            matrix = _used(saved[0], split, ctx.columns) if state is None else ctx.matrix
             if matrix is None and state is not None:
-                matrix = state.quantized_weight(weight.flatten(0, -2), record=False, rows=split.rows)
+                matrix = _quantized_weight(state, weight, split, ctx.columns, record=False)
             dx = start_sum(dgrad(operand, matrix, state, dtype), split).then(lambda total: total.view(shape))
         dw = weight_grad.compute_or_defer(store) if weight_grad is not None else None
         db = _bias_grad(grad, ctx.bias, split) if wants_db else None
-        return dx.wait(), dw, db, None, None, None, None
+        return dx.wait(), dw, db, None, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +198,7 @@ class _WeightGrad:
     weight: Tensor
     state: LinearState | None
     split: Split
+    columns: Tensor | None
     gathering: Pending[Any] | None = None
 
     def start(self) -> None:
@@ -201,13 +207,36 @@ class _WeightGrad:
 
     def compute(self) -> Tensor:
         x = (self.gathering or self.kept.start(self.saved, self.split.group)).wait()
-        return _put_back(wgrad(self.grad, x, self.state, self.weight.dtype), self.weight.shape, self.split.rows)
+        dw = wgrad(self.grad, x, self.state, self.weight.dtype)
+        if self.columns is not None:
+            dw *= self.columns
+        return _put_back(dw, self.weight.shape, self.split.rows)
 
     def compute_or_defer(self, store: WeightGrads | None) -> Tensor | None:
         if store is None:
             return self.compute()
         store.defer(lambda: deliver(self.weight, self.compute()), prepare=self.start)
         return None
+
+
+def _used(weight: Tensor, split: Split, columns: Tensor | None) -> Tensor:
+    """The matrix [N, K] that is multiplied: the rows that this rank uses, its columns times `columns`."""
+    matrix = picked(weight.flatten(0, -2), split.rows)
+    return matrix if columns is None else matrix * columns
+
+
+def _quantized_weight(
+    state: LinearState,
+    weight: Tensor,
+    split: Split,
+    columns: Tensor | None,
+    *,
+    record: bool,
+    columnwise: bool = True,
+) -> QuantizedTensor:
+    if columns is not None:
+        return state.quantized_once(_used(weight.detach(), split, columns), record=record, columnwise=columnwise)
+    return state.quantized_weight(weight.flatten(0, -2), record=record, rows=split.rows, columnwise=columnwise)
 
 
 def _rows(x: Tensor) -> Tensor:

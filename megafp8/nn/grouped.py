@@ -38,6 +38,7 @@ def grouped_linear(
     state: LinearState | None = None,
     group: dist.ProcessGroup | None = None,
     codes: QuantizedTensor | None = None,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """x [R, K], `counts` [E] int64 rows of each expert in order, times weight [E, ..., K] (flattened to N) -> [R, N].
 
@@ -46,13 +47,25 @@ def grouped_linear(
         state: puts the GEMMs into FP8.
         group: the ranks that hold the rows of other experts of the same layer; current scaling makes one scale of all.
         codes: x, where it is quantized already; x itself then has no values.
+        columns: [E, K], multiply the columns of each expert's matrix (nn/smooth).
     """
     y: Tensor
     if state is None:
-        y = _GroupedLinear.apply(x, weight, counts, rebuild)
+        y = _GroupedLinear.apply(x, weight, counts, rebuild, columns)
     else:
-        y = _QuantizedGrouped.apply(x, weight, counts, state, group, codes, torch.is_grad_enabled())
+        y = _QuantizedGrouped.apply(x, weight, counts, state, group, codes, columns, torch.is_grad_enabled())
     return y
+
+
+def _used(weight: Tensor, columns: Tensor | None) -> Tensor:
+    """The matrices [E, N, K] that are multiplied."""
+    matrices = weight.detach().flatten(1, -2)
+    return matrices if columns is None else matrices * columns.unsqueeze(1)
+
+
+def _of_weight(grad: Tensor, columns: Tensor | None) -> Tensor:
+    """The weight's gradient from that of the matrices that were multiplied, [E, N, K]."""
+    return grad if columns is None else grad.mul_(columns.unsqueeze(1))
 
 
 def _give(weight: Tensor, weight_grad: Callable[[], Tensor], *, wanted: bool) -> Tensor | None:
@@ -68,23 +81,26 @@ def _give(weight: Tensor, weight_grad: Callable[[], Tensor], *, wanted: bool) ->
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, rebuild: Rebuild | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, rebuild: Rebuild | None, columns: Tensor | None
+    ) -> Tensor:
         groups = Groups(counts)
-        ctx.groups, ctx.rebuild, ctx.weight = groups, rebuild, weight
+        ctx.groups, ctx.rebuild, ctx.weight, ctx.columns = groups, rebuild, weight, columns
         ctx.save_for_backward(weight, *(() if rebuild else (x,)))
-        return groups.times(x.detach(), weight.detach().flatten(1, -2).transpose(1, 2))
+        return groups.times(x.detach(), _used(weight, columns).transpose(1, 2))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         groups, rebuild, weight, saved = ctx.groups, ctx.rebuild, ctx.weight, ctx.saved_tensors
         grad = grad_output.contiguous()
-        dx = groups.times(grad, saved[0].flatten(1, -2)) if ctx.needs_input_grad[0] else None
+        dx = groups.times(grad, _used(saved[0], ctx.columns)) if ctx.needs_input_grad[0] else None
 
         def weight_grad() -> Tensor:
-            return groups.transposed_times(grad, rebuild() if rebuild else saved[1]).view(weight.shape)
+            dw = groups.transposed_times(grad, rebuild() if rebuild else saved[1])
+            return _of_weight(dw, ctx.columns).view(weight.shape)
 
-        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None
+        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None
 
 
 class _QuantizedGrouped(torch.autograd.Function):
@@ -97,14 +113,18 @@ class _QuantizedGrouped(torch.autograd.Function):
         state: LinearState,
         group: dist.ProcessGroup | None,
         codes: QuantizedTensor | None,
+        columns: Tensor | None,
         record: bool,
     ) -> Tensor:
         spread = RowBlocks(counts.tolist(), row_multiple(state), x.device)
         if codes is None:
             codes = state.quantize("input", spread.apart(x.detach()), record=record, group=group, columnwise=record)
-        matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record, columnwise=record)
+        if columns is None:
+            matrices = state.quantized_weight(weight.detach().flatten(0, -2), record=record, columnwise=record)
+        else:
+            matrices = state.quantized_once(_used(weight, columns).flatten(0, 1), record=record, columnwise=record)
         ctx.state, ctx.group, ctx.spread, ctx.matrices, ctx.weight = state, group, spread, matrices, weight
-        ctx.x_dtype, ctx.kept = x.dtype, Kept.of(codes if record else None)
+        ctx.x_dtype, ctx.columns, ctx.kept = x.dtype, columns, Kept.of(codes if record else None)
         # through save_for_backward, so that activation recompute can free and remake it
         ctx.save_for_backward(*ctx.kept.pop())
         return spread.together(grouped_fprop(state, codes, matrices, spread.counts, x.dtype))
@@ -120,9 +140,10 @@ class _QuantizedGrouped(torch.autograd.Function):
         x = kept.restored(ctx.saved_tensors)
 
         def weight_grad() -> Tensor:
-            return grouped_wgrad(state, grad, x, spread.counts, weight.dtype).view(weight.shape)
+            dw = grouped_wgrad(state, grad, x, spread.counts, weight.dtype)
+            return _of_weight(dw, ctx.columns).view(weight.shape)
 
-        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None, None
+        return dx, _give(weight, weight_grad, wanted=ctx.needs_input_grad[1]), None, None, None, None, None, None
 
 
 class Groups:

@@ -111,7 +111,10 @@ class Dropout(nn.Module):
 
 
 class OwnLayers:
-    """The layers of this folder, on a mesh, with the FP8 states given for some of the linears."""
+    """The layers of this folder, on a mesh, with the FP8 states given for some of the linears.
+
+    `smooth`: Smooth-SwiGLU where the linear behind it is in FP8.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,9 @@ class OwnLayers:
         dtype: torch.dtype,
         states: Mapping[str, LinearState],
         compiled: bool,
+        smooth: bool = False,
     ) -> None:
+        self.smooth = smooth
         self.shape, self.mesh, self.dtype = shape, mesh, dtype
         self.states = dict(states)
         self.kernels = Kernels(compiled=compiled, more=LATENT_KERNELS)
@@ -257,6 +262,7 @@ class OwnLayers:
             dtype=self.dtype,
             kernels=self.kernels,
             states=(self.states.get(f"{name}.experts.gate_up"), self.states.get(f"{name}.experts.down")),
+            smooth=self.smooth and f"{name}.experts.down" in self.states,
         )
         router = Router(s.hidden_size, moe, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
         width = moe.shared_ffn_hidden_size
@@ -265,7 +271,8 @@ class OwnLayers:
 
     def _gated(self, name: str, ffn_hidden_size: int, *, bias: bool) -> SwiGLU:
         gate_up = self._column(f"{name}.gate_up", (2, ffn_hidden_size), bias=bias)
-        return SwiGLU(gate_up, self._row(f"{name}.down", ffn_hidden_size, bias=bias), kernels=self.kernels)
+        down = self._row(f"{name}.down", ffn_hidden_size, bias=bias)
+        return SwiGLU(gate_up, down, kernels=self.kernels, smooth=self.smooth and f"{name}.down" in self.states)
 
     def dropout(self, name: str) -> nn.Module:
         return Dropout(self.shape.hidden_dropout, name, self.mesh)

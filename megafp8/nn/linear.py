@@ -84,6 +84,6 @@ class RowLinear(nn.Module):
         layout = Layout((out_features,), grad_sum=partial)
         self.bias = declare(layout, Init(), mesh=mesh, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, rebuild: Rebuild | None = None) -> Tensor:
-        """`rebuild`, if given, makes x again in the backward pass, so that x is not kept."""
-        return linear(x, self.weight, self.bias, self.state, self.split, rebuild)
+    def forward(self, x: Tensor, rebuild: Rebuild | None = None, columns: Tensor | None = None) -> Tensor:
+        """`rebuild`, if given, makes x again in the backward pass, so that x is not kept; `columns`: see nn/smooth."""
+        return linear(x, self.weight, self.bias, self.state, self.split, rebuild, columns)

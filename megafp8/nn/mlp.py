@@ -14,6 +14,7 @@ from megafp8.nn.context import Context
 from megafp8.nn.kernels import Kernels
 from megafp8.nn.linear import ColumnLinear, RowLinear
 from megafp8.nn.recompute import Rebuild
+from megafp8.nn.smooth import channel_scales, smooth
 
 Tensor = torch.Tensor
 
@@ -38,20 +39,28 @@ def activation(x: Tensor, name: str, kernels: Kernels) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """Parameters: gate_up.weight [2, F, H] (gate first), down.weight [H, F], and biases if asked for."""
+    """Parameters: gate_up.weight [2, F, H] (gate first), down.weight [H, F], and biases if asked for.
+
+    `smooth`: channels are brought to one magnitude between the two linears (nn/smooth).
+    """
 
     recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
 
-    def __init__(self, gate_up: ColumnLinear, down: RowLinear, *, kernels: Kernels) -> None:
+    def __init__(self, gate_up: ColumnLinear, down: RowLinear, *, kernels: Kernels, smooth: bool = False) -> None:
         super().__init__()
-        self.gate_up, self.down, self.kernels = gate_up, down, kernels
+        self.gate_up, self.down, self.kernels, self.smooth = gate_up, down, kernels, smooth
 
     def forward(self, y: Tensor, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         x = self.gate_up(y, rebuild)
         x = x.view(*x.shape[:-1], 2, -1)
         hidden = activation(x, "swiglu", self.kernels)
-        kept = x.detach()
-        return self.down(hidden, (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None)
+        kept, again = x.detach(), "activation" in self.recompute
+        if not self.smooth:
+            return self.down(hidden, (lambda: self.kernels.swiglu(kept)) if again else None)
+        flat = hidden.detach().flatten(0, -2)
+        scales, counts = channel_scales(flat, [len(flat)]), [len(flat)]
+        rebuild = (lambda: smooth(self.kernels.swiglu(kept), scales, counts)) if again else None
+        return self.down(smooth(hidden, scales, counts), rebuild, scales[0])
 
 
 class GELU(nn.Module):

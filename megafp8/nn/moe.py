@@ -22,6 +22,7 @@ from megafp8.nn.parameter import Init, declare
 from megafp8.nn.permute import combine, send_codes, spread
 from megafp8.nn.recompute import Rebuild
 from megafp8.nn.router import Router
+from megafp8.nn.smooth import channel_scales, smooth
 from megafp8.parallel.collectives import join_from, split_to
 from megafp8.parallel.expert import Dispatch, plan_dispatch
 from megafp8.parallel.mesh import Mesh
@@ -33,7 +34,7 @@ class Experts(nn.Module):
     """Gated MLPs side by side; parameters: gate_up [E, 2, F, H] (gate first) and down [E, H, F].
 
     A rank has E / ep of them, and F / etp of each: results are then partial sums. `states` put gate_up
-    and down into FP8.
+    and down into FP8. `smooth`: as of SwiGLU, each expert's channels for themselves.
     """
 
     recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
@@ -50,6 +51,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         kernels: Kernels,
         states: tuple[LinearState | None, LinearState | None] = (None, None),
+        smooth: bool = False,
     ) -> None:
         super().__init__()
         split = {0: "ep", 2: "etp"}
@@ -57,7 +59,7 @@ class Experts(nn.Module):
         self.gate_up = declare(gate_up, Init(std), mesh=mesh, dtype=dtype)
         down = Layout((num_experts, hidden_size, ffn_hidden_size), split)
         self.down = declare(down, Init(down_std), mesh=mesh, dtype=dtype)
-        self.mesh, self.kernels, self.states = mesh, kernels, states
+        self.mesh, self.kernels, self.states, self.smooth = mesh, kernels, states, smooth
 
     def send(self, tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, QuantizedTensor | None]:
         """Tokens [N, H] to the ranks of their experts: rows [R, H], and their codes if they travelled as such.
@@ -76,6 +78,12 @@ class Experts(nn.Module):
         gates = gates.unflatten(1, (2, gates.shape[1] // 2))  # a rank may have no tokens: -1 would be ambiguous
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
         again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
+        if self.smooth:
+            sizes = counts.tolist()
+            scales = channel_scales(hidden.detach(), sizes)
+            hidden, plain = smooth(hidden, scales, sizes), again
+            again = (lambda: smooth(plain(), scales, sizes)) if plain else None
+            return grouped_linear(hidden, self.down, counts, again, state=self.states[1], group=group, columns=scales)
         return grouped_linear(hidden, self.down, counts, again, state=self.states[1], group=group)
 
 

@@ -34,6 +34,9 @@ class PrecisionConfig:
     warmup_steps: Annotated[
         int, Field(ge=0, description="delayed scaling: steps at the start that scale each tensor by its own amax")
     ] = 5
+    smooth_swiglu: Annotated[
+        bool, Field(description="scale each channel between SwiGLU and the down linear, arXiv:2409.12517")
+    ] = False
     backend: Annotated[
         Literal["auto", "emulated", "native", "te"], Field(description="who does FP8 GEMMs; auto logs its choice")
     ] = "auto"
@@ -215,6 +218,25 @@ def dim_problems(plan: Mapping[str, str], shapes: Mapping[str, tuple[int, int, s
             f'keep the linear out of FP8: precision.patterns = {{ "{kind}" = "none" }}'
         )
     return problems
+
+
+def smooth_problems(precision: PrecisionConfig, plan: Mapping[str, str], activation: str) -> list[str]:
+    """Why Smooth-SwiGLU has nothing to smooth, if it is asked for; `activation` of the model's MLPs."""
+    if not precision.smooth_swiglu:
+        return []
+    if activation != "swiglu":
+        return [
+            f"precision.smooth_swiglu = true: model.activation is {activation!r}, whose channels do not multiply; "
+            "nearest: false"
+        ]
+    if precision.backend == "te":
+        return [
+            "precision.smooth_swiglu = true: with backend = 'te' Transformer Engine's layers multiply the weight as it "
+            "is; nearest: false, or backend = 'auto'"
+        ]
+    if any(name.endswith(".down") and recipe != "none" for name, recipe in plan.items()):
+        return []
+    return ["precision.smooth_swiglu = true: no down linear is in FP8, so nothing is smoothed; nearest: false"]
 
 
 def spans_shown(numbers: Sequence[int]) -> str:

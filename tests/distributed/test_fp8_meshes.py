@@ -74,6 +74,7 @@ class Setting:
     recompute: str = "none"
     folder: str = "unused"
     warmup: int = 0
+    smooth: bool = False
 
     @property
     def world(self) -> int:
@@ -98,7 +99,7 @@ class Setting:
             "optimizer": {"lr": 1e-3, "schedule": "constant", "min_lr": 1e-3},
             "precision": {
                 "dtype": "fp32", "recipe": self.recipe, "emulation": "exact", "amax_group": self.amax_group,
-                "warmup_steps": self.warmup,
+                "warmup_steps": self.warmup, "smooth_swiglu": self.smooth,
                 **({"options": {"amax_history_len": STEPS}} if self.recipe == "delayed" else {}),
             },
             "parallel": self.parallel,
