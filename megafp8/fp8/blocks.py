@@ -89,7 +89,7 @@ def quantize_blocks(
     scaled = x.float() * expanded(scale, spec.block, x.shape)
     if spec.stochastic:
         assert seed is not None, "stochastic rounding needs a seed"
-        scaled = round_stochastic(scaled, spec.format, uniform_noise(seed, scaled.shape))
+        scaled = round_stochastic(scaled, spec.format, uniform_noise(seed.to(x.device), scaled.shape))
     codes = pack_e2m1(encode_e2m1(scaled)) if spec.format == E2M1 else cast(scaled, spec.format)
     return BlockCodes(codes, scale_inv, tensor_amax)
 
