@@ -14,15 +14,17 @@ from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError
 from megafp8.core.recipe_options import DIM_MULTIPLES
 from megafp8.models import ModelConfig
+from megafp8.nn.precision import RECIPES
 from megafp8.train.check import dry_run, smallest_world
 from megafp8.train.config import RunConfig, check_run, load_run_config, refuse_broken
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = sorted((ROOT / "examples").glob("*/pretrain.toml"))
+EXAMPLES = sorted((ROOT / "examples").glob("*/pretrain*.toml"))
+NAMES = [f"{path.parent.name}/{path.stem}" for path in EXAMPLES]
 TINY = ROOT / "examples/tiny_cpu/pretrain.toml"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=NAMES)
 def test_every_example_is_planned(path):
     config = load_run_config(path)
     world = max(smallest_world(config), 2)
@@ -32,11 +34,23 @@ def test_every_example_is_planned(path):
     assert {"model", "parameters", "ranks", "memory a rank", "checkpoint", "tokens"} <= set(rows)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=NAMES)
 def test_resolved_configuration_round_trips(path, tmp_path):
     config = load_run_config(path)
     (tmp_path / "c.toml").write_text(dump_toml(config, comments=True))
     assert build(RunConfig, load_toml(tmp_path / "c.toml")) == config
+
+
+def test_the_experiment_fits_544_gpus_and_every_recipe():
+    folder = ROOT / "examples/fp8_vs_bf16"
+    large = dry_run(load_run_config(folder / "pretrain_1b5.toml"), 544)
+    assert large.problems == ()
+    rows = dict(large.rows)
+    assert rows["parameters"].startswith("1,470,203,904") and "3,000,000," in rows["tokens"]
+    for toml in ("pretrain.toml", "pretrain_1b5.toml"):
+        for recipe in ("none", *RECIPES):
+            config = load_run_config(folder / toml, ["--precision.recipe", recipe])
+            assert check_run(config, 1 if toml == "pretrain.toml" else 544) == []
 
 
 def test_all_broken_rules_at_once_with_ways_out():
