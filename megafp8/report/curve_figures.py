@@ -26,19 +26,19 @@ def loss_figure(runs: Sequence[Run], others: Sequence[Difference | None]) -> Pic
         heights = [1.8, 1.0] if shown else [1.0]
         grid = figure.add_gridspec(len(heights), 2, width_ratios=[1.7, 1.0], height_ratios=heights)
         whole, late = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-        _draw_losses(whole, runs)
+        draw_losses(whole, runs)
         _draw_entropy(whole, runs)
         whole.set_title("Training loss, nats a token")
         whole.legend(loc="upper right", bbox_to_anchor=(1.0, 0.99))
-        _draw_losses(late, runs)
-        _zoom(late, runs)
+        draw_losses(late, runs)
+        zoom(late, runs)
         late.set_title("The last third, enlarged")
         if shown:
             bottom = figure.add_subplot(grid[1, :])
             _draw_differences(bottom, runs, shown)
-            _step_axis(bottom)
+            step_axis(bottom)
         for axes in (whole, late):
-            _step_axis(axes)
+            step_axis(axes)
         return render(figure, "loss", _loss_words(runs, bool(shown)))
 
 
@@ -47,7 +47,7 @@ def _loss_words(runs: Sequence[Run], compared: bool) -> str:
     return text + ("; below, the smoothed difference and the step-to-step noise" if compared else "")
 
 
-def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         losses, steps, colour = run.series("loss"), run.steps, run_colour(index)
         keep, trend = thin(len(steps)), smooth(losses, half_width(len(losses)))
@@ -66,7 +66,7 @@ def _draw_entropy(axes: Axes, runs: Sequence[Run]) -> None:
         )  # fmt: skip
 
 
-def _zoom(axes: Axes, runs: Sequence[Run]) -> None:
+def zoom(axes: Axes, runs: Sequence[Run]) -> None:
     """Limits around the last third of the longest run."""
     last = max(int(run.steps[-1]) for run in runs)
     first = last - last // 3
@@ -104,7 +104,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], shown: Sequence[tuple[int
     axes.legend(loc="lower right", ncols=3)
 
 
-def _step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v < 1e5 else compact(v)))
@@ -140,7 +140,7 @@ def _draw_validation(axes: Axes, runs: Sequence[Run], name: str) -> None:
                 label=run.name,
             )  # fmt: skip
     axes.set_title("Validation loss, nats a token" + ("" if name == "valid" else f": {name}"))
-    _step_axis(axes)
+    step_axis(axes)
     low, high = axes.get_ylim()
     right = axes.twinx()
     right.grid(False)
@@ -189,7 +189,7 @@ def speed_figure(runs: Sequence[Run]) -> Picture | None:
         right.set_title("Model FLOPs utilisation, % of the BF16 peak")
         for axes in (left, right):
             axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.12)
-            _step_axis(axes)
+            step_axis(axes)
         left.legend(loc="lower right")
         for key, style in _CONVENTIONS:  # colours are the runs', as on the left
             label = f"{key.removeprefix('mfu_')} attention"

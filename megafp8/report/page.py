@@ -10,8 +10,11 @@ import jinja2
 from markupsafe import Markup
 
 from megafp8 import __version__
-from megafp8.core.jsonio import write_atomic
+from megafp8.core.errors import ConfigError
+from megafp8.core.jsonio import write_atomic, write_json
+from megafp8.report import compare as comparison
 from megafp8.report import tables
+from megafp8.report.compare_figures import compare_figure, heldout_figure
 from megafp8.report.curve_figures import loss_figure, speed_figure, validation_figure
 from megafp8.report.curves import Difference, difference
 from megafp8.report.fp8_health import grids
@@ -23,30 +26,39 @@ from megafp8.report.weights import WeightSpread, read_spread
 
 HERE = Path(__file__).parent
 SECTIONS = (
-    ("summary", "Summary"), ("loss", "Training loss"), ("validation", "Validation"), ("speed", "Speed"),
-    ("fp8", "FP8 health"), ("weights", "Weights"), ("timeline", "Timeline"), ("configuration", "Configuration"),
-    ("environment", "Environment"),
+    ("summary", "Summary"), ("loss", "Training loss"), ("validation", "Validation"), ("heldout", "Held-out"),
+    ("speed", "Speed"), ("fp8", "FP8 health"), ("weights", "Weights"), ("timeline", "Timeline"),
+    ("configuration", "Configuration"), ("environment", "Environment"),
 )  # fmt: skip
 
 
-def build(run_dirs: Sequence[Path | str], out_dir: Path | str, title: str = "") -> Path:
+def build(run_dirs: Sequence[Path | str], out_dir: Path | str, title: str = "", *, compare: bool = False) -> Path:
     """Write `report.html` and its figures as PNG into `out_dir`; returns the page's path.
 
     Args:
         run_dirs: run folders; the first is the baseline that the others are compared with.
         title: of the page; empty = the runs' names.
+        compare: also write the comparison with the first run as `compare.md`, `compare.json` and `compare.png`.
 
     Raises:
+        ConfigError: `compare` with a single run.
         DataError: a folder is missing, is no run folder, is empty or broken; nothing is written then.
         CheckpointError: a run's newest checkpoint is damaged.
         ResourceError: `out_dir` cannot be written.
     """
     runs = read_runs([Path(folder) for folder in run_dirs])
+    if compare and len(runs) < 2:
+        raise ConfigError(f"--compare: {runs[0].folder} alone; name the baseline first and one run more at least")
     out = Path(out_dir)
-    values, pictures = _contents(runs)
-    html = _environment().get_template("page.html").render(
-        **values, title=title or " vs ".join(run.name for run in runs), version=__version__
-    )
+    others = [difference(run, runs[0]) for run in runs[1:]]
+    found = comparison.numbers(runs, others)
+    values, pictures = _contents(runs, others, found)
+    title = title or " vs ".join(run.name for run in runs)
+    html = _environment().get_template("page.html").render(**values, title=title, version=__version__)
+    if compare:
+        pictures.append(compare_figure(runs, others, found))
+        write_json(out / "compare.json", found)
+        write_atomic(out / "compare.md", comparison.markdown(found, title).encode())
     for picture in pictures:
         write_atomic(out / f"{picture.name}.png", picture.png)
     write_atomic(out / "report.html", html.encode())
@@ -78,14 +90,16 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
+def _contents(
+    runs: list[Run], others: list[Difference | None], found: comparison.Numbers
+) -> tuple[dict[str, Any], list[Picture]]:
     """Everything that the template asks for, and all figures."""
-    others = [difference(run, runs[0]) for run in runs[1:]]
     healths = _healths(runs)
     spread, spread_run = _spread(runs)
     pictures = {
         "loss": loss_figure(runs, others),
         "validation": validation_figure(runs),
+        "heldout": heldout_figure(found),
         "speed": speed_figure(runs),
         "weights": weight_figure(spread, spread_run.name) if spread is not None else None,
     }
@@ -99,6 +113,11 @@ def _contents(runs: list[Run]) -> tuple[dict[str, Any], list[Picture]]:
         "peaks": peak_notes(runs),
         "pictures": pictures,
         "loss_captions": _loss_captions(runs, others),
+        "heldout": [
+            {"name": n, "rows": comparison.heldout_rows(found, n), "caption": comparison.set_caption(found, n)}
+            for n in comparison.set_names(found)
+        ],
+        "heldout_caption": comparison.sentence(found),
         "speed_captions": _speed_captions(runs),
         "healths": healths,
         "fp8_absent": _fp8_absent(runs),
@@ -125,14 +144,14 @@ def _healths(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _fp8_absent(runs: Sequence[Run]) -> str:
-    if any("FP8" in run.precision for run in runs):
+    if any(run.is_quantized for run in runs):
         return "No FP8 statistics were recorded; set log.fp8_interval to record them."
     return "No run computes in FP8; set precision.recipe to train in it."
 
 
 def _spread(runs: Sequence[Run]) -> tuple[WeightSpread | None, Run]:
     """The weights of the first FP8 run that has a checkpoint, else of the first run that has one."""
-    for run in sorted(runs, key=lambda run: "FP8" not in run.precision):
+    for run in sorted(runs, key=lambda run: not run.is_quantized):
         found = read_spread(run.folder)
         if found is not None:
             return found, run
@@ -169,6 +188,6 @@ def _loss_captions(runs: Sequence[Run], others: Sequence[Difference | None]) -> 
 
 
 def _speed_captions(runs: Sequence[Run]) -> list[str]:
-    if not any("FP8" in run.precision and run.facts.get("device") == "cpu" for run in runs):
+    if not any(run.is_quantized and run.facts.get("device") == "cpu" for run in runs):
         return []
     return ["On a CPU, FP8 is emulated to give an FP8 GPU's numbers bit for bit: its speed here says nothing of one."]

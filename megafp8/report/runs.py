@@ -18,6 +18,7 @@ from megafp8.core.errors import ConfigError, DataError
 from megafp8.core.jsonio import read_json
 
 Record = dict[str, Any]
+_LABELS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,12 @@ class Run:
         """What the GEMMs computed in, for a reader: `FP8 delayed`, `BF16`."""
         section = self.config.get("precision", {})
         recipe = str(section.get("recipe", "none"))
-        return str(section.get("dtype", "bf16")).upper() if recipe == "none" else f"FP8 {recipe}"
+        return str(section.get("dtype", "bf16")).upper() if recipe == "none" else _LABELS.get(recipe, f"FP8 {recipe}")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the linears compute in eight bits or fewer."""
+        return str(self.config.get("precision", {}).get("recipe", "none")) != "none"
 
 
 def _number(value: Any) -> float:

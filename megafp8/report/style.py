@@ -25,9 +25,11 @@ COLOURS = {
     "run3": "#7e3bb3",
     "run4": "#8a6d00",
     "run5": "#b0246b",
+    "run6": "#3f6212",
+    "run7": "#475569",
     "soft": "#c9d3df",
 }
-RUN_COLOURS = [COLOURS[f"run{i}"] for i in range(6)]
+RUN_COLOURS = [COLOURS[f"run{i}"] for i in range(8)]
 
 RC: Any = {  # matplotlib types its keys one by one
     "font.family": "sans-serif",
@@ -72,7 +74,7 @@ class Picture:
 
 
 def run_colour(index: int) -> str:
-    """The colour of the run with this index; they repeat after six."""
+    """The colour of the run with this index; they repeat after eight."""
     return RUN_COLOURS[index % len(RUN_COLOURS)]
 
 

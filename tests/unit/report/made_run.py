@@ -113,6 +113,20 @@ def fp8_record(step: int, layers: int, rng: Any) -> dict[str, Any]:
     return {"kind": "fp8", "step": step, "stats": stats}
 
 
+def add_heldout(folder: Path, name: str, shift: float = 0.0, documents: int = 60, seed: int = 3) -> None:
+    """What `megafp8 eval --save` leaves: documents of one hardness for every run, `shift` nats a token worse."""
+    common, own = np.random.default_rng(seed), np.random.default_rng([seed, len(folder.name)])
+    tokens = common.integers(100, 1500, documents)
+    losses = tokens * (3.5 + common.normal(0, 0.4, documents) + shift + own.normal(0, 0.004, documents))
+    (folder / "heldout").mkdir(exist_ok=True)
+    kept = {
+        "kind": "megafp8-document-losses", "name": name, "arithmetic": "bf16", "checkpoint": "step_00000200",
+        "data_checksum": f"xxh3_128:{seed}", "data_tokens": int(tokens.sum()), "window": 256, "max_tokens": 0,
+        "bits_per_byte": 1.9, "document_loss_sums": losses.tolist(), "document_tokens": tokens.tolist(),
+    }  # fmt: skip
+    (folder / "heldout" / f"{name}.json").write_text(json.dumps(kept))
+
+
 def _event(step: int, name: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "event", "step": step, "event": name, **fields}
 
