@@ -48,6 +48,7 @@ def _loss_words(runs: Sequence[Run], compared: bool) -> str:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
+    """Single steps thin, their average bold, a colour a run."""
     for index, run in enumerate(runs):
         losses, steps, colour = run.series("loss"), run.steps, run_colour(index)
         keep, trend = thin(len(steps)), smooth(losses, half_width(len(losses)))
@@ -105,6 +106,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], shown: Sequence[tuple[int
 
 
 def step_axis(axes: Axes) -> None:
+    """Label and ticks of an axis of steps."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v < 1e5 else compact(v)))
