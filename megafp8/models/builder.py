@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -12,11 +12,11 @@ from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
 from megafp8.models.decoder import Decoder
 from megafp8.models.stages import Span, whole
-from megafp8.nn.layers import ModelShape, OwnLayers
+from megafp8.nn.layer_sets import layer_sets
+from megafp8.nn.layers import ModelShape
 from megafp8.nn.parameter import materialize, materialize_sharded
 from megafp8.nn.precision import PrecisionConfig
-from megafp8.nn.recompute import Recompute
-from megafp8.nn.states import linear_states
+from megafp8.nn.recompute import Recompute, plan_of
 from megafp8.parallel.mesh import Mesh
 
 
@@ -70,6 +70,8 @@ def build_stages(
     recompute: Recompute = "none",
     compile_layers: bool = False,
     full_shard: bool = False,
+    splits_backward: bool = False,
+    tokens: int = 0,
 ) -> list[Decoder]:
     """Build the pipeline stages that this rank holds.
 
@@ -77,6 +79,8 @@ def build_stages(
         spans: those of this rank, in model order. Where it holds the first and the last one, tied weights are one
             parameter, which gets two gradients a micro-batch (its attribute `grad_uses`).
         full_shard: cut the parameters over their replicas (parallel/fully_shard), a layer being a unit.
+        splits_backward: the pipeline's schedule computes weight gradients apart.
+        tokens: of a micro-batch, for layers that make buffers in advance.
         others: as of `build`.
 
     Raises:
@@ -84,31 +88,27 @@ def build_stages(
     """
     tp = mesh.size("tp")
     _refuse(config, mesh, precision)
-    states = linear_states(
-        precision or PrecisionConfig(),
+    layers_of = layer_sets(
+        cast(ModelShape, config),
         quantizable_shapes(config, tp=tp, etp=mesh.size("etp")),
-        num_layers=config.num_layers,
-        tp=tp,
+        precision or PrecisionConfig(),
+        mesh=mesh,
+        dtype=dtype,
         device=device,
         compiled=compile_layers,
+        recompute=plan_of(recompute),
+        full_shard=full_shard,
+        splits_backward=splits_backward,
+        tokens=tokens,
     )
     stages: list[Decoder] = []
     for span in spans:
-        layers = OwnLayers(
-            cast(ModelShape, config),
-            mesh=mesh,
-            dtype=dtype,
-            states=_states_of(span, states),
-            compiled=compile_layers,
-            smooth=precision is not None and precision.smooth_swiglu,
-        )
         embedding: nn.Module | None = stages[0].embedding if stages and stages[0].span.first else None
+        layers = layers_of(span.start, span.stop)
         stages.append(Decoder(config, layers, recompute=recompute, span=span, embedding=embedding))
     if full_shard:
         for stage in stages:
             materialize_sharded(stage, stage.layers, mesh=mesh, seed=seed, device=device)
-        for state in states.values():
-            state.keeps_weight = False
     elif str(device) != "meta":
         for stage in stages:
             materialize(stage, mesh=mesh, seed=seed, device=device)
@@ -135,7 +135,3 @@ def _refuse(config: ModelConfig, mesh: Mesh, precision: PrecisionConfig | None) 
 def named_parameters(stages: Iterable[Decoder]) -> list[tuple[str, nn.Parameter]]:
     """Global names and parameters of all stages of a rank, in model order; a shared one once."""
     return [named for stage in stages for named in stage.named_parameters()]
-
-
-def _states_of(span: Span, states: dict[str, Any]) -> dict[str, Any]:
-    return {name: state for name, state in states.items() if span.start <= int(name.split(".")[1]) < span.stop}

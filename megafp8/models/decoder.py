@@ -20,7 +20,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig
 from megafp8.models.stages import Span, whole
 from megafp8.nn.layers import Context, DropoutKey, LayerSet
-from megafp8.nn.recompute import Recompute, checkpointed, plan_of, select
+from megafp8.nn.recompute import Recompute, plan_of, select
 
 Tensor = torch.Tensor
 
@@ -78,6 +78,7 @@ class Decoder(nn.Module):
         span: as above.
         fp8_states: the quantization state of each linear by module name; empty where nothing is quantized.
         has_dropout: whether training wants a DropoutKey.
+        ready: of the LayerSet, to be told before training.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         self.has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.hidden_shape = layers.hidden_shape
         self._context, self._local = layers.context, layers.local
+        self._surround, self._checkpoint, self.ready = layers.surround, layers.checkpoint, layers.ready
         tied = span.last and config.tied_embeddings
         self.embedding: Any = layers.embedding() if span.first or (tied and embedding is None) else None
         self.position_embedding = layers.position_embedding() if span.first else None
@@ -150,15 +152,16 @@ class Decoder(nn.Module):
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
         tokens, targets, positions = self._local(tokens, targets, positions, context)
-        x = self._embed(tokens, positions, context) if hidden is None else hidden
-        x, branch = self._run_layers(x, context)
-        if not self.span.last:
-            return x if branch is None else x + branch
-        _, y = self.final_norm(x, branch)
-        if targets is None:
-            logits: Tensor = self.output(y)
-            return logits
-        return self.output(y, targets, loss_scale), (targets >= 0).sum()
+        with self._surround():
+            x = self._embed(tokens, positions, context) if hidden is None else hidden
+            x, branch = self._run_layers(x, context)
+            if not self.span.last:
+                return x if branch is None else x + branch
+            _, y = self.final_norm(x, branch)
+            if targets is None:
+                logits: Tensor = self.output(y)
+                return logits
+            return self.output(y, targets, loss_scale), (targets >= 0).sum()
 
     def _embed(self, tokens: Tensor, positions: Tensor | None, context: Context) -> Tensor:
         x: Tensor = self.embedding(tokens)
@@ -171,7 +174,7 @@ class Decoder(nn.Module):
         for place, layer in enumerate(self.layers):
             if self.recompute.is_full(place) and torch.is_grad_enabled():
                 x = x if branch is None else x + branch  # one tensor to keep, rounded as the norm would
-                x, branch = checkpointed(layer, x, None, context)
+                x, branch = self._checkpoint(layer, x, None, context)
             else:
                 x, branch = layer(x, branch, context)
         return x, branch

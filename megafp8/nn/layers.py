@@ -5,7 +5,8 @@ Another set (vendor kernels) gives parameters the same names, shapes and Layouts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from megafp8.nn.mla import LATENT_EPS, LatentAttention, ReplicatedLinear
 from megafp8.nn.mlp import GELU, SwiGLU
 from megafp8.nn.moe import Experts, MoE
 from megafp8.nn.norm import LayerNorm, RMSNorm
+from megafp8.nn.recompute import checkpointed
 from megafp8.nn.rope import Rotary, yarn_mscale
 from megafp8.nn.router import Router
 from megafp8.parallel.context import local_places
@@ -66,8 +68,12 @@ class LayerSet(Protocol):
     """Makes the layers of one model; hidden tensors are [S, B, H]. `name` is the module's global name.
 
     The modules' calls: embedding(tokens) -> x; position_embedding(x, positions) -> x; norm(x, branch) -> (x + branch,
-    its norm), norm.again(x) -> the norm; attention and mlp(y, context, rebuild) -> branch;
-    dropout(x, context) -> x; output(x) -> logits, output.loss(x, targets, scale) -> summed loss.
+    its norm y), norm.again(x) -> the norm; attention and mlp(y, context, rebuild) -> branch;
+    dropout(x, context) -> x; output(y) -> logits, output.loss(y, targets, scale) -> summed loss. What y is, a tensor or
+    a norm that the next layer computes with its GEMM, is the set's own affair.
+
+    surround() is entered around each forward pass of a stage; checkpoint(function, *args) is function(*args) of which
+    only the inputs are kept; ready(batch, sequence) is told once, before training, what a micro-batch will be.
     """
 
     states: dict[str, LinearState]
@@ -96,6 +102,12 @@ class LayerSet(Protocol):
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]: ...
 
+    def surround(self) -> AbstractContextManager[Any]: ...
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any: ...
+
+    def ready(self, batch: int, sequence: int) -> None: ...
+
 
 class Dropout(nn.Module):
     """x [S, B, H] with elements dropped by place; as it is if the rate is 0 or the context has no key."""
@@ -115,6 +127,8 @@ class OwnLayers:
 
     `smooth`: Smooth-SwiGLU where the linear behind it is in FP8.
     """
+
+    moe_kind: type[MoE] = MoE
 
     def __init__(
         self,
@@ -165,6 +179,17 @@ class OwnLayers:
         """Shape of this rank's hidden states for `batch` whole sequences."""
         shards = self.mesh.size("cp") * (self.mesh.size("tp") if self.mesh.sequence_parallel else 1)
         return sequence // shards, batch, self.shape.hidden_size
+
+    def surround(self) -> AbstractContextManager[Any]:
+        """Nothing surrounds these layers."""
+        return nullcontext()
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, of which only the inputs are kept."""
+        return checkpointed(function, *args)
+
+    def ready(self, batch: int, sequence: int) -> None:
+        """These layers take what comes."""
 
     def embedding(self) -> nn.Module:
         s = self.shape
@@ -252,7 +277,14 @@ class OwnLayers:
 
     def moe(self, name: str) -> nn.Module:
         s, moe = self.shape, self.shape.moe
-        experts = Experts(
+        router = Router(s.hidden_size, moe, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
+        width = moe.shared_ffn_hidden_size
+        shared = self._gated(f"{name}.shared", width, bias=False) if width else None
+        return self.moe_kind(router, self._experts(name), shared, mesh=self.mesh)
+
+    def _experts(self, name: str) -> Experts:
+        s, moe = self.shape, self.shape.moe
+        return Experts(
             moe.num_experts,
             s.hidden_size,
             moe.ffn_hidden_size,
@@ -261,13 +293,12 @@ class OwnLayers:
             mesh=self.mesh,
             dtype=self.dtype,
             kernels=self.kernels,
-            states=(self.states.get(f"{name}.experts.gate_up"), self.states.get(f"{name}.experts.down")),
+            states=(self._state(f"{name}.experts.gate_up"), self._state(f"{name}.experts.down")),
             smooth=self.smooth and f"{name}.experts.down" in self.states,
         )
-        router = Router(s.hidden_size, moe, std=s.init_std, mesh=self.mesh, dtype=self.dtype)
-        width = moe.shared_ffn_hidden_size
-        shared = self._gated(f"{name}.shared", width, bias=False) if width else None
-        return MoE(router, experts, shared, mesh=self.mesh)
+
+    def _state(self, name: str) -> LinearState | None:
+        return self.states.get(name)
 
     def _gated(self, name: str, ffn_hidden_size: int, *, bias: bool) -> SwiGLU:
         gate_up = self._column(f"{name}.gate_up", (2, ffn_hidden_size), bias=bias)
@@ -297,7 +328,7 @@ class OwnLayers:
             self.shape.hidden_size,
             outputs,
             std=self.shape.init_std,
-            state=self.states.get(name),
+            state=self._state(name),
             mesh=self.mesh,
             dtype=self.dtype,
         )
@@ -316,7 +347,7 @@ class OwnLayers:
             parts,
             bias=bias,
             std=self.shape.init_std,
-            state=self.states.get(name),
+            state=self._state(name),
             mesh=self.mesh,
             dtype=self.dtype,
             rows=rows,
@@ -328,7 +359,7 @@ class OwnLayers:
             self.shape.hidden_size,
             bias=bias,
             std=self.added_std,
-            state=self.states.get(name),
+            state=self._state(name),
             mesh=self.mesh,
             dtype=self.dtype,
         )

@@ -14,6 +14,7 @@ from pydantic import Field
 from megafp8.core.config import config_dataclass, nearest
 from megafp8.core.errors import ConfigError
 from megafp8.core.recipe_options import DIM_MULTIPLES, OPTIONS, check_options
+from megafp8.nn.te_config import TEConfig, installed_problem
 
 RECIPES = tuple(OPTIONS)
 
@@ -52,6 +53,9 @@ class PrecisionConfig:
         dict[str, str],
         Field(description='regex found in a linear\'s name -> recipe or "none"; the last that matches wins'),
     ] = Field(default_factory=dict)
+    te: Annotated[TEConfig, Field(description='options of Transformer Engine\'s layers (backend = "te")')] = Field(
+        default_factory=TEConfig
+    )
 
     def __post_init__(self) -> None:
         problems = self._pattern_problems()
@@ -176,14 +180,26 @@ def _why_not(precision: PrecisionConfig, name: str, num_layers: int) -> str:
     return "recipe = none"
 
 
+def reduces_amax(precision: PrecisionConfig) -> bool:
+    """Delayed scaling's `reduce_amax`; True for other recipes."""
+    return "delayed" not in precision.recipes or bool(precision.options_of("delayed").get("reduce_amax", True))
+
+
 def backend_problems(precision: PrecisionConfig) -> list[str]:
-    """Why the named backend cannot serve, if it cannot on any machine."""
-    if precision.recipe == "none" or precision.backend != "te":
+    """Why the named backend cannot serve here, if it cannot."""
+    if precision.backend != "te":
         return []
-    return [
-        "precision.backend = 'te': Transformer Engine's layers are not in this version; use auto, which takes the "
-        "GPU's own FP8 GEMMs (native) where there are some"
-    ]
+    problems = [installed_problem()]
+    if precision.dtype == "fp64":
+        problems.append(
+            "precision.backend = 'te': Transformer Engine has no fp64; use dtype = 'bf16', or backend = 'auto'"
+        )
+    if len(precision.recipes) > 1:
+        problems.append(
+            f"precision.backend = 'te': recipes {', '.join(precision.recipes)} in one model; Transformer Engine's "
+            'layers take one, beside "none"; leave one, or use native or emulated'
+        )
+    return [problem for problem in problems if problem]
 
 
 def _kinds(names: Sequence[str]) -> list[str]:

@@ -77,7 +77,8 @@ class GradBuckets:
     is freed as it arrives. A parameter is complete when `contributions` gradients have come, times
     `param.grad_uses` (default 1) where one micro-batch gives it several. Gradients that do not come through
     autograd, as those of deferred weight-gradient products, are handed to `param.take_grad(grad)`, which
-    this class sets.
+    this class sets. A GEMM that adds to `param.main_grad` itself is put between `param.open_main_grad(overwrites)`
+    and `param.close_main_grad()`; `overwrites`: it writes instead, which only a step's first gradient may.
 
     Buckets fill in backward order and are reduced in one fixed order, the same on all ranks of a pipeline
     stage, each as soon as it and those before it are complete. Weights tied over two stages come last on
@@ -151,19 +152,41 @@ class GradBuckets:
                 take_grad(param.grad)
                 param.grad = None
 
+        def open_main_grad(overwrites: bool) -> None:
+            self._open(number, name, param, overwrites)
+
+        def close_main_grad() -> None:
+            self._close(number, name)
+
         param.take_grad = take_grad  # type: ignore[attr-defined]
+        param.open_main_grad = open_main_grad  # type: ignore[attr-defined]
+        param.close_main_grad = close_main_grad  # type: ignore[attr-defined]
         param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def _take(self, number: int, name: str, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        assert self._left[name] > 0 and self._next <= number, f"{name} got more gradients than were announced"
-        assert not getattr(param, "is_stale", False), f"{name} was used before its pieces were gathered"
-        self._left[name] -= 1
+        self._check(number, name, param)
         main_grad: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
         if self._untouched.pop(name, None) is not None:
             main_grad.copy_(grad.reshape(main_grad.shape))
         else:
             main_grad.add_(grad.reshape(main_grad.shape))
+        self._close(number, name)
+
+    @torch.no_grad()
+    def _open(self, number: int, name: str, param: torch.nn.Parameter, overwrites: bool) -> None:
+        self._check(number, name, param)
+        untouched = self._untouched.pop(name, None) is not None
+        assert untouched or not overwrites, f"{name}: a gradient would overwrite those of earlier micro-batches"
+        if untouched and not overwrites:
+            param.main_grad.zero_()  # type: ignore[attr-defined]
+
+    def _check(self, number: int, name: str, param: torch.nn.Parameter) -> None:
+        assert self._left[name] > 0 and self._next <= number, f"{name} got more gradients than were announced"
+        assert not getattr(param, "is_stale", False), f"{name} was used before its pieces were gathered"
+
+    def _close(self, number: int, name: str) -> None:
+        self._left[name] -= 1
         self.events.append(("gradient", name))
         if self._left[name] == 0:
             self._buckets[number].waiting.discard(name)

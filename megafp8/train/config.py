@@ -20,7 +20,8 @@ from megafp8.core.errors import ConfigError
 from megafp8.data.batch_size import BatchSize, batch_problems, ramp_problems
 from megafp8.data.config import DataConfig
 from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
-from megafp8.nn.precision import RECIPES, PrecisionConfig, plan_gemms, token_rule
+from megafp8.nn.precision import RECIPES, PrecisionConfig, plan_gemms, reduces_amax, token_rule
+from megafp8.nn.te_config import te_problems
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
@@ -179,7 +180,7 @@ def _broken_rules(config: RunConfig, world: int) -> list[str]:
     train = config.train
     problems += batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
     problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(parallel)
-    problems += _moment_problems(config) + _statistics_problems(config)
+    problems += _moment_problems(config) + _statistics_problems(config) + _engine_problems(config)
     return problems + schedule_of(config).problems()
 
 
@@ -196,6 +197,25 @@ def _statistics_problems(config: RunConfig) -> list[str]:
         f"log.fp8_modules = {pattern!r}: matches no linear in FP8; they are {', '.join(kinds)} in "
         f"layers.{layers[0]} to layers.{layers[-1]}"
     ]
+
+
+def _engine_problems(config: RunConfig) -> list[str]:
+    precision, parallel, train = config.precision, config.parallel, config.train
+    if precision.backend != "te":
+        return []
+    return te_problems(
+        precision.te,
+        recompute=train.recompute,
+        recompute_modules=train.recompute_modules,
+        full_shard=parallel.dp_shard == "full",
+        pipeline=parallel.pp > 1,
+        experts=config.model.moe.num_experts > 0,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        reduces_amax=reduces_amax(precision),
+        even_vocabulary=config.model.vocab_size % parallel.tp == 0,
+        tp_first=parallel.order.startswith("tp"),
+        statistics=config.log.fp8_interval > 0,
+    )
 
 
 def _recompute_problems(config: RunConfig) -> list[str]:

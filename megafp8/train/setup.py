@@ -168,6 +168,8 @@ def assemble(
         ),
         compile_layers=wants_compile(config),
         full_shard=full_shard,
+        splits_backward=schedule(2 * parallel.pp).splits_backward,
+        tokens=config.train.micro_batch * config.data.sequence_length,
     )
     buckets: GradBuckets | ShardedGrads
     if full_shard:
@@ -184,6 +186,8 @@ def assemble(
     else:
         optimizer = AdamW(named, config.optimizer, mesh, compiled=wants_compile(config))
     optimizer.attach(*stages)
+    for stage in stages:
+        stage.ready(config.train.micro_batch, config.data.sequence_length)
     return Parts(
         config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}
     )

@@ -27,7 +27,7 @@ LATE_IMPORTS = (
 TORCH_FREE = (
     "megafp8/core/", "megafp8/corpus/", "megafp8/data/", "megafp8/cli/", "megafp8/__", "megafp8/models/config.py",
     "megafp8/models/cost.py", "megafp8/models/families/", "megafp8/nn/precision.py", "megafp8/optim/config.py",
-    "megafp8/optim/lr.py", "megafp8/parallel/mesh_config.py",
+    "megafp8/optim/lr.py", "megafp8/parallel/mesh_config.py", "megafp8/nn/te_config.py",
     "megafp8/parallel/actions.py", "megafp8/parallel/schedule", "megafp8/parallel/zero_bubble.py",
     "megafp8/parallel/stages.py", "megafp8/plan/mesh_table.py", "megafp8/plan/step_plan.py",
     "megafp8/checkpoint/config.py", "megafp8/train/config.py",

@@ -58,10 +58,12 @@ def _numbered(name: str, names: list[str] | tuple[str, ...]) -> Any:
 
 def _extension() -> types.ModuleType:
     extension: Any = _Extension("transformer_engine_torch")
+    extension.__spec__ = importlib.machinery.ModuleSpec("transformer_engine_torch", None)
     extension.DType = _numbered("DType", _DTYPES)
     extension.FP8FwdTensors = _numbered("FP8FwdTensors", _FORWARD)
     extension.FP8BwdTensors = _numbered("FP8BwdTensors", _BACKWARD)
     extension.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _FUSED)
+    extension.ubuf_built_with_mpi = lambda: False
     extension.rmsnorm_fwd, extension.rmsnorm_bwd = _rmsnorm_fwd, _rmsnorm_bwd
     used = {name for path in _wheel().glob("pytorch/**/*.py") for name in re.findall(r"\btex\.(\w+)", path.read_text())}
     for name in sorted(used):
@@ -175,6 +177,7 @@ def _patches() -> list[Any]:
         mock.patch.object(cuda, "is_available", lambda: True),
         mock.patch.object(cuda, "current_device", lambda: 0),
         mock.patch.object(cuda, "device_count", lambda: 1),
+        mock.patch.object(cuda, "Stream", mock.MagicMock),
         mock.patch.object(cuda, "synchronize", lambda *a: None),
         mock.patch.object(cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(cuda, "get_device_properties", lambda *a: properties),

@@ -265,3 +265,33 @@ def test_a_gradient_that_backward_leaves_out_comes_later():
     param.take_grad(torch.full((4,), 3.0))
     buckets.finish()
     assert param.main_grad.eq(3).all() and ("reduce", 0) in buckets.events
+
+
+def test_a_gemm_that_adds_to_the_main_gradient_itself():
+    """Between open_main_grad and close_main_grad: the second step's first gradient finds zeros, or overwrites."""
+    for overwrites in (False, True):
+        weight = nn.Parameter(torch.zeros(4, 4))
+        stamp(weight, Layout((4, 4)))
+        buckets = GradBuckets([("w", weight)], Mesh.single())
+        for step in (1.0, 2.0):
+            buckets.zero_(contributions=2)
+            weight.open_main_grad(overwrites)
+            weight.main_grad.mul_(0 if overwrites else 1).add_(step)
+            weight.close_main_grad()
+            weight.open_main_grad(False)
+            weight.main_grad.add_(10)
+            assert not [event for event in buckets.events if event[0] == "reduce"]
+            weight.close_main_grad()
+            assert buckets.events[-1] == ("reduce", 0)
+            buckets.finish()
+            assert torch.equal(weight.main_grad, torch.full((4, 4), 10 + step))
+
+
+def test_a_later_gradient_may_not_overwrite():
+    weight = nn.Parameter(torch.zeros(4, 4))
+    stamp(weight, Layout((4, 4)))
+    buckets = GradBuckets([("w", weight)], Mesh.single())
+    buckets.zero_(contributions=2)
+    weight.take_grad(torch.ones(4, 4))
+    with pytest.raises(AssertionError, match="would overwrite those of earlier micro-batches"):
+        weight.open_main_grad(True)
