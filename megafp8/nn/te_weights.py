@@ -99,7 +99,8 @@ class Loan:
     def collect(self) -> None:
         """Hand on the gradients that the inner module has put into its leaves' `grad`."""
         for inner_name in self.inner_names:
-            self._receive(inner_name, self.inner._parameters[inner_name])
+            leaf: Any = self.inner._parameters[inner_name]
+            self._receive(inner_name, leaf)
 
     def _view(self, tensor: Tensor, index: int) -> Tensor:
         tensor = tensor[index] if self.stacked else tensor
