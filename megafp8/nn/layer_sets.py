@@ -43,20 +43,39 @@ def layer_sets(
     Raises:
         ConfigError: linears that cannot be quantized so, or what the layers cannot do; all problems, a line each.
     """
+    if precision.backend == "te":
+        return _by_engine(
+            shape, linears, precision, mesh, dtype, device, compiled, recompute, full_shard, splits_backward, tokens
+        )
+    states = linear_states(
+        precision, linears, num_layers=shape.num_layers, tp=mesh.size("tp"), device=device, compiled=compiled
+    )
+    if full_shard:
+        for state in states.values():
+            state.keeps_weight = False
+
+    def own(start: int, stop: int) -> LayerSet:
+        here = {name: state for name, state in states.items() if start <= int(name.split(".")[1]) < stop}
+        return OwnLayers(shape, mesh=mesh, dtype=dtype, states=here, compiled=compiled, smooth=precision.smooth_swiglu)
+
+    return own
+
+
+def _by_engine(
+    shape: ModelShape,
+    linears: Mapping[str, tuple[int, int, str]],
+    precision: PrecisionConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    compiled: bool,
+    recompute: RecomputePlan,
+    full_shard: bool,
+    splits_backward: bool,
+    tokens: int,
+) -> Layers:
+    """`layer_sets` by Transformer Engine."""
     tp = mesh.size("tp")
-    if precision.backend != "te":
-        states = linear_states(precision, linears, num_layers=shape.num_layers, tp=tp, device=device, compiled=compiled)
-        if full_shard:
-            for state in states.values():
-                state.keeps_weight = False
-
-        def own(start: int, stop: int) -> LayerSet:
-            here = {name: state for name, state in states.items() if start <= int(name.split(".")[1]) < stop}
-            return OwnLayers(
-                shape, mesh=mesh, dtype=dtype, states=here, compiled=compiled, smooth=precision.smooth_swiglu
-            )
-
-        return own
     plan, problems = plan_gemms(precision, list(linears), shape.num_layers)
     problems += dim_problems(plan, linears, tp)
     problems += te_problems(
@@ -85,8 +104,4 @@ def layer_sets(
         tokens=tokens,
         device=device,
     )
-
-    def engine(start: int, stop: int) -> LayerSet:
-        return TELayers(shape, maker=maker.empty(), mesh=mesh, dtype=dtype, compiled=compiled)
-
-    return engine
+    return lambda start, stop: TELayers(shape, maker=maker.empty(), mesh=mesh, dtype=dtype, compiled=compiled)

@@ -295,5 +295,7 @@ def maker_for(
         delays,
     )
     maker.start_buffers(tokens, shape.hidden_size)
-    event(_logger, "layers", by="te", version=version("transformer-engine"), recipe=used[0] if used else "none")
+    first = "scales begin at 1: Transformer Engine has no warm-up" if recipe and recipe.new_state("meta") else "as ever"
+    name = used[0] if used else "none"
+    event(_logger, "layers", by="te", version=version("transformer-engine"), recipe=name, first_steps=first)
     return maker

@@ -45,7 +45,7 @@ class EngineState:
         self._shared: dict[str, Any] = {}
         self.roles: dict[str, Any] = {}
         self.observer: Any = None
-        self.keeps_weight = True
+        self.keeps_weight, self.step = True, 0
 
     def tensors(self) -> dict[str, Tensor]:
         """`{"input.scale": ...}` as of a LinearState: live; empty for a recipe without memory."""
@@ -71,7 +71,11 @@ class EngineState:
         self.renew()
 
     def begin_step(self, step: int, seed: int) -> None:
-        """Nothing to do: Transformer Engine draws its noise itself."""
+        """Transformer Engine draws its noise itself."""
+        self.step = step
+
+    def warm_up(self, until: int) -> None:
+        """Transformer Engine has no warm-up: delayed scaling begins at scale 1, or at the checkpoint's scales."""
 
     def running(self) -> list[Tensor]:
         """The entries of the histories that collect the micro-batch under way: live, one tensor a table."""

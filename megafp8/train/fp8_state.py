@@ -18,6 +18,7 @@ from megafp8.checkpoint import tensor_shapes
 from megafp8.core.config import build, to_dict
 from megafp8.core.errors import CheckpointError, ConfigError
 from megafp8.core.log import event, get_logger
+from megafp8.fp8.recipe import ROLES
 from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.fp8.recipes.delayed import Delayed, carried_over
 from megafp8.models.config import quantizable_shapes
@@ -141,9 +142,10 @@ def _convert(parts: Parts, old: PrecisionConfig, loaded: Mapping[str, torch.Tens
     for module, state in parts.fp8_states.items():
         if module not in held or not isinstance(state.recipe, Delayed) or state.recipe.keeps_state_of(was):
             continue
-        for role, kept in state.roles.items():
+        live = state.tensors()
+        for role in ROLES:
             history, scale = (loaded[f"{PREFIX}{module}.{role}.{field}"] for field in _FIELDS)
             for field, made in zip(_FIELDS, carried_over(history, scale, role, was, state.recipe), strict=True):
-                kept.tensors[field].copy_(made)
+                live[f"{role}.{field}"].copy_(made)
             count += 1
     return count
