@@ -236,7 +236,7 @@ def quantize(
     flat = x.detach().reshape(-1, x.shape[-1])
     of_rows, of_columns = (None, None) if tensor_amax is None else tensor_amax.split(1)
     rowwise = _operand(quantize_blocks(flat, spec, tensor_amax=of_rows, seed=seed), spec)
-    if not columnwise or (spec.same_both_ways and spec.format != E2M1):
+    if not columnwise or (spec.same_both_ways and spec.format.bits == 8):  # not so where two codes share a byte
         return QuantizedTensor(rowwise)
     codes = quantize_blocks(column_source(flat, spec), spec, tensor_amax=of_columns, seed=columns_seed(seed))
     return QuantizedTensor(rowwise, _operand(codes, spec))

@@ -42,13 +42,17 @@ def linear_states(
     if not used:
         return {}
     recipes: dict[str, Any] = {name: fp8_recipe(name, **precision.options_of(name)) for name in used}
-    chosen = fp8_backend(precision.backend, precision.emulation, device=device, compiled=compiled)
+    backends = {
+        name: fp8_backend(precision.backend, precision.emulation, device=device, compiled=compiled, recipe=made)
+        for name, made in recipes.items()
+    }
     states = {}
     refusals: dict[str, None] = {}
     for name, (inputs, outputs, side) in shapes.items():
         if plan[name] == "none":
             continue
         local = (inputs // tp if side == "in" else inputs, outputs // tp if side == "out" else outputs)
+        chosen = backends[plan[name]]
         reason = chosen.supports(recipes[plan[name]], *local)
         if reason:
             refusals[f"{name.split('.', 2)[2]} in recipe {plan[name]}: backend {chosen.name}: {reason}"] = None
@@ -58,5 +62,7 @@ def linear_states(
         )
     if refusals:
         raise ConfigError("\n".join(refusals))
-    event(_logger, "fp8", recipe=",".join(used), backend=chosen.name, reason=chosen.reason, linears=len(states))
+    for name, chosen in backends.items():
+        count = sum(recipe == name for recipe in plan.values())
+        event(_logger, "fp8", recipe=name, backend=chosen.name, reason=chosen.reason, linears=count)
     return states

@@ -80,7 +80,7 @@ def main() -> int:
             continue
         try:
             made = recipe(name)
-            state = LinearState("layer", made, backend("native", device=device, recipes=[made]), device)
+            state = LinearState("layer", made, backend("native", device=device, recipe=made), device)
             begin_step([state], 1, 1234)
             seconds = median_seconds(linear_of(x, weight, grad, state), device)
             linears[name] = {"milliseconds": seconds * 1e3, "speedup": base / seconds}
