@@ -274,7 +274,9 @@ def start_gather(tensor: Any, group: Group) -> Pending[Any]:
     if not isinstance(tensor, QuantizedTensor):
         return start_all_gather(tensor, group)
     rows = None if tensor.rowwise is None else _gather_operand(tensor.rowwise, group, 0)
-    columns = None if tensor.blockwise_columns is None else _gather_operand(tensor.blockwise_columns, group, 1)
+    follows = tensor.rowwise is not None and tensor.rowwise.spec.same_both_ways
+    has_own = tensor.blockwise_columns is not None and not follows  # else the transpose of what is gathered
+    columns = _gather_operand(tensor.blockwise_columns, group, 1) if has_own else None  # type: ignore[arg-type]
 
     def finish() -> QuantizedTensor:
         return QuantizedTensor(None if rows is None else rows.wait(), None if columns is None else columns.wait())

@@ -124,7 +124,9 @@ def plan_gemm_table(
     sizes = axis_sizes(parallel, world)
     shapes, whole = quantizable_shapes(model, tp=sizes["tp"], etp=sizes["etp"]), quantizable_shapes(model)
     recipes = {name: fp8_recipe(name, **precision.options_of(name)) for name in precision.recipes}
-    chosen = fp8_backend(precision.backend, precision.emulation) if recipes else None
+    backends = {
+        name: fp8_backend(precision.backend, precision.emulation, recipe=made) for name, made in recipes.items()
+    }
     rows = micro_batch * sequence_length // sizes["cp"]
     gemms = []
     for name, made, why in precision_rows(precision, list(shapes), model.num_layers):
@@ -139,11 +141,13 @@ def plan_gemm_table(
             kind, (int(layer),), model.moe.num_experts // sizes["ep"] if experts else 1, local["in"], local["out"],
             0 if experts else rows, made, "", "", "", "", why, flops,
         )  # fmt: skip
-        if made in recipes and chosen is not None:
-            gemm = _quantized(gemm, recipes[made], chosen)
+        if made in recipes:
+            gemm = _quantized(gemm, recipes[made], backends[made])
         gemms.append(gemm)
     gemms += _by_rule(model, precision, tp=sizes["tp"], rows=rows, sequence_length=sequence_length)
-    return GemmPlan(tuple(gemms), chosen.name if chosen else "", chosen.reason if chosen else "no recipe is named")
+    named = ", ".join(dict.fromkeys(chosen.name for chosen in backends.values()))
+    reasons = "; ".join(dict.fromkeys(chosen.reason for chosen in backends.values()))
+    return GemmPlan(tuple(gemms), named, reasons or "no recipe is named")
 
 
 def _quantized(gemm: Gemm, recipe: Recipe, chosen: Any) -> Gemm:

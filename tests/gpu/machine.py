@@ -102,8 +102,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if facts["stand_ins"]:
         out.append(f"not installed       {', '.join(facts['stand_ins'])}: tests/gpu/stand_in takes their place")
     for gpu in facts["gpus"]:
-        gib = gpu["memory_bytes"] / 2**30
-        out.append(f"GPU                 {gpu['name']}, SM {gpu['capability']}, {gib:.0f} GiB, CUDA {facts['torch_cuda']}")
+        size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        out.append(f"GPU                 {gpu['name']}, SM {gpu['capability']}, {size}, CUDA {facts['torch_cuda']}")
     if not facts["gpus"] and not facts["missing"]:
         out.append(f"GPU                 none ({facts['no_gpu']}): a DRY RUN at tiny size, no GPU is measured")
     out.append(f"Transformer Engine  {facts['transformer_engine']}")

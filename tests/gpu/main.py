@@ -52,7 +52,7 @@ class Session:
         if not wanted:
             return self.skip(part.name, "not among --only")
         if left < part.least:
-            return self.skip(part.name, f"{max(0, left):.0f} s of the budget are left, it needs {part.least:.0f}")
+            return self.skip(part.name, f"{max(0, left):.0f} s of the budget are left, it needs {part.least:.0f} s")
         figures = self.out / f"{part.name.replace(' ', '-')}.json"
         log = figures.with_suffix(".log")
         seconds = min(part.seconds, left)

@@ -40,7 +40,9 @@ def median_seconds(work: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def linear_of(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, state: LinearState | None) -> Callable[[], None]:
+def linear_of(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, state: LinearState | None
+) -> Callable[[], None]:
     """Forward and backward with a fresh weight, as in a step of one micro-batch."""
 
     def work() -> None:

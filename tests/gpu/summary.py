@@ -14,14 +14,19 @@ def summary_lines(name: str, found: dict[str, Any]) -> list[str]:
         lines = _training(found) if found.get("losses") else []
     elif "linears" in found:
         lines = [_linear(kind, figures) for kind, figures in found["linears"].items()]
-    reason = f": {found['reason']}" if found.get("reason") else ""
+    reason = f": {brief(found['reason'])}" if found.get("reason") else ""
     return [*lines, f"{found['status']}{reason}"]
+
+
+def brief(reason: str) -> str:
+    """Without the list of what would work, which stands in the JSON."""
+    return reason.split("; what runs on this machine")[0]
 
 
 def _recipe(recipe: str, result: dict[str, Any]) -> list[str]:
     checks = result.get("checks", [])
     good = sum(check["passed"] for check in checks)
-    reason = f": {result['reason']}" if result.get("reason") else ""
+    reason = f": {brief(result['reason'])}" if result.get("reason") else ""
     lines = [f"{recipe:<10} {result['status']}, {good} of {len(checks)} checks{reason}"]
     lines += [
         f"           {check['what']}: {check['error']:.3g} exceeds {check['bound']:.3g}"
@@ -36,11 +41,13 @@ def _training(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{found['backend']} ({found['why']}); {found['parameters'] / 1e9:.2f}B parameters, micro-batch "
         f"{found['micro_batch']} x {found['sequence_length']}, {found['micro_batches']} a step",
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; first step {found['first_step_seconds']:.1f} s",
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; "
+        f"first step {found['first_step_seconds']:.1f} s",
     ]
     if "tokens_per_second" in found:
         lines.append(
-            f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops_full']:.1f} TFLOP/s, MFU {found['mfu_full']:.1%} "
+            f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops_full']:.1f} TFLOP/s, "
+            f"MFU {found['mfu_full']:.1%} "
             f"(attention counted causal: {found['mfu_causal']:.1%}) of {found['peak_flops'] / 1e12:.1f} TFLOP/s "
             f"({found['peak_source']}), peak memory {found['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
@@ -49,5 +56,5 @@ def _training(found: dict[str, Any]) -> list[str]:
 
 def _linear(kind: str, figures: dict[str, Any]) -> str:
     if "reason" in figures:
-        return f"{kind:<10} skipped: {figures['reason']}"
+        return f"{kind:<10} skipped: {brief(figures['reason'])}"
     return f"{kind:<10} {figures['milliseconds']:.3f} ms forward and backward, {figures['speedup']:.2f} x BF16"

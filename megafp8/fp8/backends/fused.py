@@ -20,7 +20,7 @@ from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
 
 _log = get_logger(__name__)
-EAGER_NUMERICS = {
+EAGER_NUMERICS: dict[str, str | int | bool | Callable[..., Any]] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
     "emulate_precision_casts": True,

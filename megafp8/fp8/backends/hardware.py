@@ -21,7 +21,7 @@ _GEMMS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "w
 # a kind of scaling -> its name in a message, and the CUDA version whose cuBLAS first had it
 _KINDS = {
     "tensor": ("FP8 with one scale", (12, 1)), "rows": ("FP8 with a scale a row", (12, 1)),
-    "128": ("blocks of 128", (12, 9)), "32": ("MXFP8's blocks of 32", (12, 8)), "16": ("NVFP4", (12, 8)),
+    "128": ("blocks of 128", (12, 9)), "32": ("MXFP8's blocks of 32", (12, 8)), "16": ("NVFP4's blocks of 16", (12, 8)),
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _pair_refusal(left: TensorSpec, right: TensorSpec, device: Hardware) -> str 
     (kind,) = kinds
     what, least_cuda = _KINDS[kind]
     if device.is_cpu:
-        return None if kind in ("tensor", "rows") else f"torch's GEMM on a CPU has no {what}"
+        return None if kind in ("tensor", "rows") else f"torch does not multiply {what} on a CPU"
     if device.cuda < least_cuda:
         return f"{what} need CUDA {_dotted(least_cuda)}, torch was built for {_dotted(device.cuda)}"
     if kind == "128" and device.capability != HOPPER:

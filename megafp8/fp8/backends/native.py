@@ -152,6 +152,6 @@ def _mx(operand: Operand) -> _Scaling:
 
 def _nvfp4(operand: Operand) -> _Scaling:
     spread = spread_rows(operand.scale_inv, _rows_of(operand), operand.shape[0])
-    factor = tensor_factor(operand.tensor_amax, operand.data.device)
+    factor = tensor_factor(operand.tensor_amax, operand.spec, operand.data.device)
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     return [swizzle_32_4_4(spread), factor], kinds, [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
