@@ -82,7 +82,7 @@ def backend(
             raise ConfigError(f"backend native: {what}{missing}; what runs on this machine: {served(hardware)}")
         return Native(hardware=hardware, compiled=compiled)
     if hardware.is_cpu:
-        missing = "the run is on CPU"
+        missing = "no CUDA device" if device is None else "the run is on CPU"
     if missing:
         return Emulated(mode == "fast", compiled, reason=f"auto: {missing}")
     return Native(f"auto: {hardware.name} multiplies {recipe.name if recipe else 'FP8'} itself", hardware, compiled)
