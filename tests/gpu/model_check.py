@@ -31,7 +31,7 @@ def _config(**precision: Any) -> RunConfig:
             "data": {"tokenizer": "bytes", "train": [{"path": "unused"}], "sequence_length": 128},
             "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "compile": "off"},
             "optimizer": {"lr": 1e-7, "min_lr": 0.0, "schedule": "constant"},  # else Adam multiplies small differences
-            "precision": {"dtype": "bf16", **precision},
+            "precision": {"dtype": "bf16", "warmup_steps": 1, **precision},
         },
     )
 

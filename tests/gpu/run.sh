@@ -5,7 +5,7 @@
 #
 # Correctness of every recipe on the backends that this machine has (native; te where Transformer Engine imports)
 # against the emulated definition, the speed of one linear, then BF16 and FP8 training of the 1.5B model of
-# examples/fp8_1b5 on made-up tokens. Figures go to DIR/gpu.json (default: runs/gpu). Exit 0: every check passed; 1: one
+# examples/fp8_vs_bf16 on made-up tokens. Figures go to DIR/gpu.json (default: runs/gpu). Exit 0: every check passed; 1: one
 # failed; 2: nothing could run. Without a GPU it is a dry run at tiny size, and says so.
 #
 # PYTHON=/path/to/python names the interpreter; else the first one found that has torch, best with CUDA.

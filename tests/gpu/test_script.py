@@ -122,7 +122,7 @@ def test_configurations_are_the_same_without_pydantic():
         "import glob, json, pydantic; from megafp8.core.config import to_dict\n"
         "from megafp8.train.config import load_run_config\n"
         "assert 'stand_in' in pydantic.__file__\n"
-        "found = {p: to_dict(load_run_config(p)) for p in sorted(glob.glob('examples/*/pretrain.toml'))}\n"
+        "found = {p: to_dict(load_run_config(p)) for p in sorted(glob.glob('examples/*/pretrain*.toml'))}\n"
         "print(json.dumps(found))\n"
     )
     env = os.environ | {"PYTHONPATH": f"{main.STAND_IN}:{ROOT}"}

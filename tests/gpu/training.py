@@ -1,6 +1,6 @@
 """Train the 1.5B model for a few steps on made-up tokens: tokens a second, MFU, peak memory, loss curve.
 
-The configuration is that of examples/fp8_1b5; what a step is, is the trainer's own `train_step`. Only the files are
+The configuration is that of examples/fp8_vs_bf16; what a step is, is the trainer's own `train_step`. Only the files are
 missing: the tokens come from a small Markov chain, which a model learns in tens of steps.
 """
 
@@ -29,7 +29,7 @@ from megafp8.train.step import train_step
 from megafp8.train.telemetry import memory_bytes, peak_flops
 from tests.gpu.report import Clock, Figures, part_arguments
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fp8_1b5" / "pretrain.toml"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fp8_vs_bf16" / "pretrain_1b5.toml"
 MICRO_BATCHES = 2  # a step: the weights' FP8 copies serve more than one
 STEPS = 60
 WARM_UP = 5  # steps that are not timed: compilation, allocator, clocks
@@ -46,7 +46,8 @@ def run_config(args: Any, micro_batch: int) -> RunConfig:
     """The example's configuration on one GPU, or a tiny model."""
     values: dict[str, Any] = {
         "train.micro_batch": micro_batch, "train.global_batch": micro_batch * MICRO_BATCHES, "train.steps": args.steps,
-        "precision.recipe": args.recipe, "optimizer.warmup_steps": 5,
+        "precision.recipe": args.recipe, "precision.warmup_steps": min(WARM_UP, args.steps // 3),
+        "optimizer.warmup_steps": min(WARM_UP, args.steps - 1),
         **(TINY if args.tiny else {}),
     }  # fmt: skip
     if args.recipe != "none":
