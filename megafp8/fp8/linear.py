@@ -67,7 +67,8 @@ class LinearState:
         shared_widely: whether amaxes of delayed scaling, if shared, are shared by all ranks of a pipeline stage and not
             by those of tp alone.
         warmup_until: the last optimizer step in which delayed scaling takes each tensor's own scale, as current scaling
-            does, while the history fills: at scale 1, where it begins, E5M2 loses every gradient below 2^-17.
+            does, while the history fills: at scale 1, where it begins, E5M2 loses every gradient below 2^-17. Steps are
+            told by `begin_step`; who never calls it has no warm-up.
         step: the optimizer step, as `begin_step` said.
     """
 
@@ -93,7 +94,7 @@ class LinearState:
         """Delayed scaling warms up to the end of optimizer step `until`; 0, or a step that is past: it does not."""
         self.warmup_until, before = until, self.warming
         for role in self.roles.values():
-            role.warming = role.spec.delayed and self.step <= until and until > 0
+            role.warming = role.spec.delayed and 1 <= self.step <= until
         if self.warming != before:  # a weight that an evaluation quantized has the other scale
             self.drop_weight_cache()
 

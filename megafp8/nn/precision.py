@@ -228,10 +228,12 @@ def dim_problems(plan: Mapping[str, str], shapes: Mapping[str, tuple[int, int, s
         multiple = DIM_MULTIPLES[recipe]
         where = "*" if len(layers) == of_kind[kind] else spans_shown(layers)
         ranks = f" on each of {tp} tp ranks" if split and tp > 1 else ""
+        below = local // multiple * multiple
+        near = f"{below} or {below + multiple}" if below else str(multiple)
         problems.append(
             f"layers.{where}.{kind}: {which} dim {local}{ranks} is not a multiple of {multiple}, as recipe {recipe} "
-            f"needs; nearest: {local // multiple * multiple or multiple} or {-(-local // multiple) * multiple}, or "
-            f'keep the linear out of FP8: precision.patterns = {{ "{kind}" = "none" }}'
+            f"needs; nearest: {near}, or keep the linear out of FP8: "
+            f'precision.patterns = {{ "{kind}" = "none" }}'
         )
     return problems
 

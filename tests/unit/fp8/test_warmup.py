@@ -81,8 +81,8 @@ def test_history_is_recorded_as_without_and_gives_the_scale_at_the_switch():
 def test_only_delayed_scaling_warms_up_and_only_to_its_step():
     assert not make("current").warming and not make("mxfp8").warming and not make(until=0).warming
     state = make(until=2)
-    assert state.warming, "an evaluation before the first step"
-    for step, warming in ((2, True), (3, False), (2, True), (700, False)):
+    assert not state.warming, "who never says which step it is has delayed scaling from the start"
+    for step, warming in ((1, True), (2, True), (3, False), (2, True), (700, False)):
         begin_step([state], step, 0)
         assert state.warming == warming
 

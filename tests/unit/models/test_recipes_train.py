@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.linear import update_states
+from megafp8.fp8.linear import begin_step, update_states
 from megafp8.models import ModelConfig, build
 from megafp8.nn.precision import RECIPES, PrecisionConfig
 from megafp8.optim.adamw import AdamW
@@ -14,7 +14,7 @@ from megafp8.parallel.buckets import GradBuckets
 from megafp8.parallel.mesh import Mesh
 
 SMALL = ModelConfig(
-    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_kv_heads=2, vocab_size=128,
+    num_layers=2, hidden_size=128, ffn_hidden_size=128, num_attention_heads=4, num_kv_heads=2, vocab_size=128,
     max_sequence_length=32, init_std=0.1,
 )  # fmt: skip
 STEPS = 40
@@ -29,7 +29,8 @@ def curve(precision: PrecisionConfig) -> list[float]:
     start = torch.randint(0, 128, (8, 1), generator=torch.Generator().manual_seed(0))
     tokens = (start + 5 * torch.arange(33)) % 128
     losses = []
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
+        begin_step(model.fp8_states.values(), step, step)
         buckets.zero_()
         loss, count = model(tokens[:, :-1], tokens[:, 1:], loss_scale=1 / 256)
         (loss / 256).backward()
@@ -45,8 +46,11 @@ def bf16() -> list[float]:
     return curve(PrecisionConfig())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("backend", ["emulated-fast", "emulated-exact", "native"])
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [(f"emulated-{mode}", name) for mode in ("fast", "exact") for name in RECIPES]
+    + [("native", "delayed"), ("native", "current")],
+)
 def test_a_recipe_on_a_backend_follows_bf16(bf16, recipe, backend):
     name, _, mode = backend.partition("-")
     fp8 = curve(PrecisionConfig(recipe=recipe, backend=name, emulation=mode or "fast"))
@@ -55,6 +59,7 @@ def test_a_recipe_on_a_backend_follows_bf16(bf16, recipe, backend):
     # 64 to 128 summands, so an activation errs by about 2^-4 / sqrt(3) and the loss of an early step by well under 2 %
     assert fp8[0] == pytest.approx(bf16[0], rel=0.02)
     # later the curves part by what the noise of the gradients does: 0.02 to 0.05 where the loss falls fastest; three
-    # times that is the band. A recipe that is off (a scale inverted, a tensor clipped) stays above 4.
-    assert max(abs(a - b) for a, b in zip(fp8, bf16, strict=True)) < 0.15
+    # times that is the band. E2M1 keeps 1 bit: four times the noise. A recipe that is off (a scale inverted, a tensor
+    # clipped) stays above 4.
+    assert max(abs(a - b) for a, b in zip(fp8, bf16, strict=True)) < (0.6 if recipe == "nvfp4" else 0.15)
     assert abs(fp8[-1] - bf16[-1]) < 0.01
