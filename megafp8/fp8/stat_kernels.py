@@ -29,7 +29,7 @@ def measure(x: Tensor, operand: Operand, *, compiled: bool) -> Tensor:
 
     Elements that were not zero and became zero; elements beyond the range at the scale in use (0 for scales of blocks,
     which are made from their own elements); the sum of squared errors; the largest magnitude, NaN left out; the
-    smallest and the largest inverse scale, blocks of zeros left out.
+    smallest and the largest inverse scale, blocks of zeros or with a NaN left out.
     """
     values, factor = operand.unscaled()
     x = x.detach()
@@ -56,10 +56,9 @@ def _tally(x: Tensor, values: Tensor, factor: Tensor, edge: Tensor, inverse: Ten
 
 
 def _extremes(x: Tensor) -> Tensor:
-    """Smallest and largest amax of the rows, fp32 [2]; rows of zeros left out: infinity and 0 if there is no other."""
-    magnitude = x.float().abs()
-    amax = torch.where(magnitude == magnitude, magnitude, 0.0).amax(1)
-    return torch.stack([torch.where(amax > 0, amax, torch.inf).amin(), amax.amax()])
+    """Smallest and largest amax of the rows, fp32 [2]; rows of zeros or with a NaN left out: infinity and 0 if all."""
+    amax = x.abs().amax(1).float()
+    return torch.stack([torch.where(amax > 0, amax, torch.inf).amin(), torch.where(amax > 0, amax, 0.0).amax()])
 
 
 @functools.cache

@@ -17,9 +17,10 @@ from megafp8.report import tables
 from megafp8.report.compare_figures import compare_figure, heldout_figure
 from megafp8.report.curve_figures import loss_figure, speed_figure, validation_figure
 from megafp8.report.curves import Difference, difference
-from megafp8.report.fp8_health import grids
+from megafp8.report.fp8_health import grids, recipes_not_in_use
 from megafp8.report.headline import compact, fixed, peak_notes, rows, verdict
-from megafp8.report.number_figures import heat_figure, weight_figure
+from megafp8.report.heat_figures import heat_figure, what_if_figure
+from megafp8.report.number_figures import weight_figure
 from megafp8.report.runs import Run, read_runs
 from megafp8.report.style import Picture
 from megafp8.report.weights import WeightSpread, read_spread
@@ -129,7 +130,8 @@ def _contents(
         "settings": tables.settings(runs),
         "environment": tables.environment(runs),
     }
-    return values, [*(p for p in pictures.values() if p is not None), *(health["picture"] for health in healths)]
+    maps = [health[kind] for health in healths for kind in ("picture", "what_if") if health[kind] is not None]
+    return values, [*(p for p in pictures.values() if p is not None), *maps]
 
 
 def _healths(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -137,9 +139,17 @@ def _healths(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         table = grids(run)
         if table:
-            name = f"fp8-{len(found) + 1}"
-            lines = tables.health_lines(table)
-            found.append({"run": run.name, "picture": heat_figure(table, name, run.name), "lines": lines})
+            name, others = f"fp8-{len(found) + 1}", recipes_not_in_use(table)
+            found.append(
+                {
+                    "run": run.name,
+                    "share": tables.fp8_share(run),
+                    "picture": heat_figure(table, name, run.name),
+                    "lines": tables.health_lines(table),
+                    "what_if": what_if_figure(table, others, f"{name}-what-if", run.name) if others else None,
+                    "what_if_lines": tables.what_if_lines(table, others),
+                }
+            )
     return found
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.report.fp8_health import ROLES, STATISTICS, Grid
+from megafp8.report.fp8_health import RATIO, ROLE_WORDS, ROLES, SHARES, Grid, Key, error_ratio
 from megafp8.report.headline import UNKNOWN, compact, duration, rate
 from megafp8.report.runs import Run
 from megafp8.report.weights import WeightSpread
 
 Line = dict[str, Any]
-KINDS = ("saved", "resumed", "preempted", "other")
+KINDS = ("saved", "resumed", "preempted", "skipped", "other")
+_MOST_ORIGINS = 5
 
 
 def percent(value: float) -> str:
@@ -25,25 +26,82 @@ def percent(value: float) -> str:
     return np.format_float_positional(value, precision=2, fractional=False, trim="-") + " %"
 
 
-def health_lines(grids: Mapping[tuple[str, str], Grid]) -> list[Line]:
+def health_lines(grids: Mapping[Key, Grid]) -> list[Line]:
     """The last mean and the highest value of each statistic of each role."""
+    words = {"underflows%": "underflow", "overflows%": "overflow", RATIO: "amax over history"}
     lines = []
-    for statistic in STATISTICS:
+    for statistic in (*SHARES, RATIO):
         for role in ROLES:
             grid = grids.get((statistic, role))
             if grid is None or np.isnan(grid.values).all():
                 continue
             module, step, worst = grid.worst
+            shown = times if statistic == RATIO else percent
             lines.append(
                 {
-                    "role": role.replace("_", " ").replace("grad output", "output gradient"),
-                    "statistic": statistic.rstrip("s%"),
-                    "mean": percent(grid.final_mean),
-                    "worst": percent(worst),
+                    "role": ROLE_WORDS[role],
+                    "statistic": words[statistic],
+                    "mean": shown(grid.final_mean),
+                    "worst": shown(worst),
                     "where": f"{module}, step {step:,}" if worst > 0 else UNKNOWN,
                 }
             )
     return lines
+
+
+def what_if_lines(grids: Mapping[Key, Grid], recipes: Mapping[str, str]) -> list[Line]:
+    """Recipes that are not in use, by role: underflow, and squared error against the one in use."""
+    lines = []
+    for prefix, recipe in recipes.items():
+        for role in ROLES:
+            grid = grids.get((f"{prefix}underflows%", role))
+            if grid is None or np.isnan(grid.values).all():
+                continue
+            ratio = error_ratio(grids, prefix, role)
+            lines.append(
+                {
+                    "recipe": recipe,
+                    "role": ROLE_WORDS[role],
+                    "mean": percent(grid.final_mean),
+                    "worst": percent(grid.worst[2]),
+                    "error": UNKNOWN if np.isnan(ratio) else times(ratio),
+                }
+            )
+    return lines
+
+
+def times(value: float) -> str:
+    """A ratio with two digits that count."""
+    return f"{np.format_float_positional(value, precision=2, fractional=False, trim='-')} \u00d7"
+
+
+def fp8_share(run: Run) -> str:
+    """How many matrix products run in FP8 and which linears do not, as a sentence; empty if the run does not say."""
+    counts = run.facts.get("fp8")
+    if not isinstance(counts, Mapping) or not counts.get("recipes"):
+        return ""
+    recipes = ", ".join(f"{number} in {name}" for name, number in counts["recipes"].items())
+    done = f"{counts['fp8_gemms']} of the layers' {counts['gemms']} matrix products of a micro-batch run in FP8"
+    layers: dict[str, list[int]] = {}
+    for name in counts["not_fp8"]:
+        _, layer, kind = name.split(".", 2)
+        layers.setdefault(kind, []).append(int(layer))
+    kinds: dict[tuple[int, ...], list[str]] = {}
+    for kind, numbers in layers.items():
+        kinds.setdefault(tuple(numbers), []).append(kind)
+    left = "; ".join(f"{', '.join(names)} in layer{'s'[: len(n) > 1]} {_spans(n)}" for n, names in kinds.items())
+    return f"{done} (linears: {recipes}); {f'not in FP8: {left}.' if left else 'no linear is left out.'}"
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1 to 3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs)
 
 
 def rounding_lines(spread: WeightSpread) -> list[Line]:
@@ -79,7 +137,15 @@ def timeline(run: Run) -> Line:
         # saves are many: they are drawn first, so that what interrupts stands on top
         "marks": sorted(marks, key=lambda mark: mark["kind"] != "saved"),
         "words": _event_words(run),
+        "origins": _origins(run),
     }
+
+
+def _origins(run: Run) -> list[str]:
+    """Where steps that were not finite broke, the first few of them."""
+    found = [f"Step {e['step']:,}: {e['origin']}." for e in run.events if "origin" in e]
+    more = len(found) - _MOST_ORIGINS
+    return found[:_MOST_ORIGINS] + ([f"And {more} more; metrics.jsonl has them all."] if more > 0 else [])
 
 
 def _event_words(run: Run) -> str:

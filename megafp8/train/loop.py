@@ -179,7 +179,7 @@ class Run:
                 origin=origin,
             )
             found = result.origin.fields() if result.origin else {}
-            self.writer.write("event", self.step, event="nonfinite", origin=origin, **found)
+            self.writer.write("event", self.step, event="skipped", origin=origin, **found)
         self.guard.observe(
             self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm, origin=origin
         )

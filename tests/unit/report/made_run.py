@@ -48,20 +48,33 @@ recipe = {recipe}
 
 
 def make_run(
-    folder: Path, *, recipe: str = "none", steps: int = 300, layers: int = 4, seed: int = 0, checkpoint: bool = True
+    folder: Path,
+    *,
+    recipe: str = "none",
+    steps: int = 300,
+    layers: int = 4,
+    seed: int = 0,
+    checkpoint: bool = True,
+    what_if: bool = False,
 ) -> Path:
     """Write a run folder. The noise of the losses is the same for every recipe, as it is for runs on the same data."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, common = np.random.default_rng([seed, recipe != "none"]), np.random.default_rng(7)
     records = _train_records(steps, recipe != "none", rng, common)
     if recipe != "none":
-        records += [fp8_record(step, layers, rng) for step in range(10, steps + 1, 10)]
+        records += [fp8_record(step, layers, rng, what_if=what_if) for step in range(10, steps + 1, 10)]
     records += [_event(step, "saved", seconds=0.21) for step in range(50, steps + 1, 50)]
     if recipe != "none" and steps > 180:
         records += [_event(172, "preempted", signal="SIGTERM"), _event(172, "resumed")]
+        origin = (
+            "first not finite: grad_output of layers.1.mlp.down, backward, micro-batch 0, rank 1: 3 NaN and 0 infinite "
+            "of 1048576 values"
+        )
+        records += [_event(97, "skipped", origin=origin)]
     lines = [json.dumps(record) for record in sorted(records, key=lambda r: r["step"])]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-    (folder / "run.json").write_text(json.dumps(facts(folder.name)))
+    counts = {} if recipe == "none" else share(recipe, layers)
+    (folder / "run.json").write_text(json.dumps({**facts(folder.name), "fp8": counts}))
     setting = '"none"' if recipe == "none" else f'"{recipe}"  # default: "none"'
     text = CONFIG.format(name=folder.name, steps=steps, layers=layers, recipe=setting)
     (folder / "config.toml").write_text(text)
@@ -98,7 +111,7 @@ def _train_records(steps: int, fp8: bool, rng: Any, common: Any) -> list[dict[st
     return records
 
 
-def fp8_record(step: int, layers: int, rng: Any) -> dict[str, Any]:
+def fp8_record(step: int, layers: int, rng: Any, *, what_if: bool = False) -> dict[str, Any]:
     """Statistics of all GEMMs: gradients underflow most and more so in later layers, weights hardly ever."""
     stats: dict[str, float] = {}
     for layer in range(layers):
@@ -109,7 +122,12 @@ def fp8_record(step: int, layers: int, rng: Any) -> dict[str, Any]:
                 stats[f"{name}.underflows%"] = float(size)
                 burst = rng.random() < 0.12 and role != "weight"
                 stats[f"{name}.overflows%"] = float(rng.gamma(1, 0.004)) if burst else 0.0
-                stats[f"{name}.amax"], stats[f"{name}.scale"] = 3.1, 144.5
+                stats[f"{name}.cur_amax"], stats[f"{name}.scale"] = 3.1, 144.5
+                stats[f"{name}.amax_ratio"] = float(np.exp2(rng.normal(-0.6, 0.5)))
+                stats[f"{name}.mse"] = 1e-7 * size
+                if what_if:
+                    stats[f"{name}.mxfp8_underflows%"], stats[f"{name}.mxfp8_mse"] = 0.02 * size, 6e-8 * size
+                    stats[f"{name}.nvfp4_underflows%"], stats[f"{name}.nvfp4_mse"] = 4.0 + 20 * size, 3e-6 * size
     return {"kind": "fp8", "step": step, "stats": stats}
 
 
@@ -129,6 +147,15 @@ def add_heldout(folder: Path, name: str, shift: float = 0.0, documents: int = 60
 
 def _event(step: int, name: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "event", "step": step, "event": name, **fields}
+
+
+def share(recipe: str, layers: int) -> dict[str, Any]:
+    """The counts of a run whose first layer is not in FP8."""
+    number = len(GEMMS) * layers
+    return {
+        "gemms": 3 * number, "fp8_gemms": 3 * (number - len(GEMMS)), "recipes": {recipe: number - len(GEMMS)},
+        "not_fp8": [f"layers.0.{gemm}" for gemm in GEMMS],
+    }  # fmt: skip
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -160,5 +187,5 @@ def save_weights(folder: Path, step: int, layers: int, seed: int) -> None:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    page = build([make_run(out / "bf16"), make_run(out / "fp8", recipe="delayed")], out / "report")
+    page = build([make_run(out / "bf16"), make_run(out / "fp8", recipe="delayed", what_if=True)], out / "report")
     sys.stdout.write(f"{page}\n")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megafp8.core.errors import DataError
-from megafp8.report.fp8_health import grids
+from megafp8.report import tables
+from megafp8.report.fp8_health import error_ratio, grids, recipes_not_in_use
 from megafp8.report.runs import changed_keys, read_run, read_runs
 from tests.unit.report.made_run import fp8_record, make_run
 
@@ -123,3 +124,29 @@ def test_grids_have_a_row_a_gemm_in_model_order(tmp_path: Path) -> None:
     assert grid.values[1, 0] == records[0]["stats"]["layers.0.attention.out.input.underflows%"]
     module, step, value = grid.worst
     assert value == np.nanmax(grid.values) == records[step // 10 - 1]["stats"][f"{module}.input.underflows%"]
+
+
+def test_recipes_that_are_not_in_use_have_grids_of_their_own(tmp_path: Path) -> None:
+    record = fp8_record(10, 2, np.random.default_rng(1), what_if=True)
+    (tmp_path / "metrics.jsonl").write_text(train_line(1) + json.dumps(record) + "\n")
+    found = grids(read_run(tmp_path))
+    assert recipes_not_in_use(found) == {"mxfp8_": "mxfp8", "nvfp4_": "nvfp4"}
+    values = found["mxfp8_underflows%", "weight"].values
+    assert values[0, 0] == record["stats"]["layers.0.attention.qkv.weight.mxfp8_underflows%"]
+    assert error_ratio(found, "mxfp8_", "input") == pytest.approx(0.6, rel=1e-12)  # of fp64 numbers
+    lines = tables.what_if_lines(found, recipes_not_in_use(found))
+    assert [line["error"] for line in lines] == ["0.6 \u00d7"] * 3 + ["30 \u00d7"] * 3
+    assert np.isnan(error_ratio(found, "fp8_current_scaling_", "input"))
+
+
+def test_what_is_left_out_of_fp8_is_said_by_kind_and_layer(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", recipe="mxfp8", steps=20, layers=6, checkpoint=False))
+    names = ["layers.0.mlp.down", "layers.1.mlp.down", "layers.5.mlp.down", "layers.5.attention.qkv"]
+    run.facts["fp8"] = {"gemms": 72, "fp8_gemms": 60, "recipes": {"mxfp8": 18, "current": 2}, "not_fp8": names}
+    assert tables.fp8_share(run) == (
+        "60 of the layers' 72 matrix products of a micro-batch run in FP8 (linears: 18 in mxfp8, 2 in current); not in "
+        "FP8: mlp.down in layers 0 to 1, 5; attention.qkv in layer 5."
+    )
+    run.facts["fp8"]["not_fp8"] = []
+    assert tables.fp8_share(run).endswith("no linear is left out.")
+    assert tables.fp8_share(read_run(make_run(tmp_path / "bf16", steps=20, checkpoint=False))) == ""
