@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megafp8.fp8.blocks import BlockCodes, decode_blocks, hadamard, quantize_blocks
-from megafp8.fp8.formats import E2M1, Format, table
+from megafp8.fp8.formats import E2M1, Format, pack_e2m1, table, unpack_e2m1
 from megafp8.fp8.kernels import amax_of, encode, scaler
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
 
@@ -61,6 +61,11 @@ class Operand:
     def has_factor(self) -> bool:
         """Whether `unscaled`'s factor can be other than 1."""
         return self.spec.block is None or self.spec.two_level
+
+    @property
+    def turns(self) -> bool:
+        """Whether `transposed` is the operand of the transpose: the same codes, and not two to a byte."""
+        return self.spec.same_both_ways and not (self.holds_codes and self.format == E2M1)
 
     @functools.cached_property
     def contiguous(self) -> torch.Tensor:
@@ -169,7 +174,7 @@ class QuantizedTensor:
         """Of the transpose [K, M]."""
         if self.blockwise_columns is not None:
             return self.blockwise_columns
-        assert self.rowwise is not None and self.rowwise.spec.same_both_ways, "was quantized row-wise only"
+        assert self.rowwise is not None and self.rowwise.turns, "was quantized row-wise only"
         return self.rowwise.transposed()
 
     @property
@@ -180,7 +185,7 @@ class QuantizedTensor:
 
     @property
     def has_columns(self) -> bool:
-        return self.blockwise_columns is not None or (self.rowwise is not None and self.rowwise.spec.same_both_ways)
+        return self.blockwise_columns is not None or (self.rowwise is not None and self.rowwise.turns)
 
     @property
     def data(self) -> torch.Tensor:
@@ -245,6 +250,13 @@ def quantize(
 def columns_seed(seed: torch.Tensor | None) -> torch.Tensor | None:
     """The seed of the column-wise copy, which is rounded with other noise than the row-wise one."""
     return None if seed is None else seed ^ 0x5851F42D4C957F2D
+
+
+def transposed_codes(operand: Operand) -> Operand:
+    """`Operand.transposed` for packed codes in square blocks."""
+    assert operand.spec.same_both_ways and operand.in_blocks, "the transpose has other codes"
+    data = pack_e2m1(unpack_e2m1(operand.data).t().contiguous())
+    return replace(operand, data=data, scale_inv=operand.scale_inv.t().contiguous())
 
 
 def column_source(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -167,20 +167,22 @@ def test_experts_are_linears_of_their_rows(name: str, counts: list[int]) -> None
             torch.testing.assert_close(mine, own, rtol=2 * BF16_UNIT, atol=2 * BF16_UNIT * largest)
 
 
+@pytest.mark.parametrize("mode", ["fast", "exact"])
 @pytest.mark.parametrize("case", ["blockwise", "mxfp8", "nvfp4"])
-def test_an_evaluation_before_training_leaves_no_trace(case: str) -> None:
+def test_an_evaluation_before_training_leaves_no_trace(case: str, mode: str) -> None:
     """Without gradients only the row-wise copy of a weight is made; the next pass completes it, with the same bits."""
     results_of = []
     for evaluate_first in (False, True):
-        state, _ = state_of(case, "fast")
+        state, _ = state_of(case, mode)
         x, weight, _, grad = operands(torch.bfloat16)
+        x.requires_grad_()
         weight.requires_grad_()
         if evaluate_first:
             with torch.no_grad():
                 quantized_linear(x, weight, None, state)
         y = quantized_linear(x, weight, None, state)
         y.backward(grad)
-        results_of.append((y.detach(), weight.grad))
+        results_of.append((y.detach(), x.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results_of, strict=True))
 
 
