@@ -52,6 +52,10 @@ class _CachedWeight:
     key: tuple[Any, ...]
     recorded: bool
     scale: torch.Tensor | None
+    observed: Callable[[], tuple[torch.Tensor, QuantizedTensor]] | None = None  # of a weight that was given
+
+
+_GIVEN = ("given",)  # the key of a quantized weight that came from elsewhere
 
 
 @dataclass(eq=False)
@@ -108,8 +112,25 @@ class LinearState:
         return {f"{r}.{key}": tensor for r, role in self.roles.items() for key, tensor in role.tensors.items()}
 
     def drop_weight_cache(self) -> None:
-        """Forget the quantized weight; call it when the weight or the scales were replaced."""
-        self._cached = None
+        """Forget the quantized weight; call it when the weight or the scales were replaced.
+
+        One that was given stays until another is, and its amax counts anew.
+        """
+        given = self._cached is not None and self._cached.key == _GIVEN
+        self._cached = replace(self._cached, recorded=False) if self._cached is not None and given else None
+
+    def give_weight(
+        self,
+        quantized: QuantizedTensor,
+        amax: torch.Tensor | None,
+        *,
+        observed: Callable[[], tuple[torch.Tensor, QuantizedTensor]],
+    ) -> None:
+        """From now on this is the quantized weight; the parameter is not read any more.
+
+        `amax`: of the weight, fp32 [1], where one scale serves it. `observed`: makes what statistics look at.
+        """
+        self._cached = _CachedWeight(quantized, amax, _GIVEN, recorded=False, scale=None, observed=observed)
 
     def begin_step(self, step: int, seed: int) -> None:
         """A new optimizer step, and the seed from which its stochastic rounding draws."""
@@ -179,7 +200,9 @@ class LinearState:
         that records (an evaluation before it may have done the quantization: it must leave no trace).
         """
         key: tuple[Any, ...] = ()
-        if self.keeps_weight:
+        if self._cached is not None and self._cached.key == _GIVEN:
+            key = _GIVEN
+        elif self.keeps_weight:
             key = (weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version)
         cached, role = self._cached, self.roles["weight"]
         if cached is None or cached.key != key:
@@ -194,7 +217,8 @@ class LinearState:
             self.roles["weight"].record(cached.amax)
             cached = replace(cached, recorded=True)
         if self.observer is not None:
-            self.observer("weight", picked(weight, rows), quantized, cached.amax)
+            seen = (picked(weight, rows), quantized) if cached.observed is None else cached.observed()
+            self.observer("weight", *seen, cached.amax)
         self._cached = cached if self.keeps_weight else replace(cached, quantized=None)
         return quantized
 

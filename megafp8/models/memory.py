@@ -89,7 +89,7 @@ def _with_states(config: ModelConfig, work: Workload, spans: list[Span], activat
     held = pieces if parallel.dp_shard == "full" else dense + experts
     own_masters = size == wide and parallel.dp_shard == "none"  # wide parameters are their own masters
     updated = dense + experts if parallel.dp_shard == "none" else pieces
-    weights = held * size + _quantized_copies(config, work, spans)
+    weights = (held - _without_values(config, work, spans)) * size + 2 * sum(_quantized(config, work, spans))
     if parallel.dp_shard == "full":  # the layer at work and the next are whole
         weights += 2 * max(sum(_elements_of(config, work, [_one(i)])) for span in spans for i in _layers(span)) * size
     last = any(span.last for span in spans)
@@ -135,17 +135,36 @@ def _elements_of(config: ModelConfig, work: Workload, spans: list[Span]) -> tupl
     return dense, experts
 
 
-def _quantized_copies(config: ModelConfig, work: Workload, spans: list[Span]) -> int:
-    """Row-wise and column-wise bytes of each FP8 weight, cached for the step."""
+def _without_values(config: ModelConfig, work: Workload, spans: list[Span]) -> int:
+    """Elements of the parameters that are gathered as codes, and have no memory of their own."""
+    if not work.precision.gathers_as_codes or work.parallel.dp_shard != "optimizer":
+        return 0
+    sizes = work.sizes(config)
+    replicas = (sizes["dp"] * sizes["cp"], sizes["edp"])
+    found = _quantized(config, work, spans, gathered=True)
+    return sum(count for count, ranks in zip(found, replicas, strict=True) if ranks > 1)
+
+
+def _quantized(
+    config: ModelConfig, work: Workload, spans: list[Span], *, gathered: bool = False
+) -> tuple[int, int]:
+    """Elements of the FP8 weights, dense and of experts, whose row-wise and column-wise bytes a step keeps.
+
+    `gathered`: as the parameters have them that replicas may gather as codes; smoothed ones are made in every pass.
+    """
     tp, sizes = work.parallel.tp, work.sizes(config)
     shapes = quantizable_shapes(config, tp=tp, etp=sizes["etp"])
     plan, _ = plan_gemms(work.precision, list(shapes), config.num_layers)
     layers, held = {i for span in spans for i in _layers(span)}, config.moe.num_experts // sizes["ep"]
-    return sum(
-        2 * inputs * outputs * (held if ".experts." in name else 1) // (tp if side else 1)
-        for name, (inputs, outputs, side) in shapes.items()
-        if plan[name] != "none" and int(name.split(".")[1]) in layers
-    )
+    dense = experts = 0
+    for name, (inputs, outputs, side) in shapes.items():
+        smoothed = gathered and work.precision.smooth_swiglu and name.endswith(".down")
+        if plan[name] == "none" or int(name.split(".")[1]) not in layers or smoothed:
+            continue
+        ranks = sizes["kvtp"] if gathered and name.endswith("attention.qkv") else tp
+        elements = inputs * outputs * (held if ".experts." in name else 1) // (ranks if side else 1)
+        dense, experts = (dense, experts + elements) if ".experts." in name else (dense + elements, experts)
+    return dense, experts
 
 
 def logits_bytes(config: ModelConfig, work: Workload) -> int:

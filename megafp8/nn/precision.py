@@ -44,6 +44,9 @@ class PrecisionConfig:
     emulation: Annotated[
         Literal["fast", "exact"], Field(description="exact: fp32 accumulation; fast: the dtype's own GEMM")
     ] = "fast"
+    fp8_param_gather: Annotated[
+        bool, Field(description='with parallel.dp_shard = "optimizer": gather FP8 weights as codes, not in dtype')
+    ] = False
     amax_group: Annotated[
         Literal["all", "tp"], Field(description="delayed scaling: ranks whose amaxes are joined; all = tp x dp x cp")
     ] = "all"
@@ -131,6 +134,11 @@ class PrecisionConfig:
         return {**own, **self.options.get(recipe, {})}
 
     @property
+    def gathers_as_codes(self) -> bool:
+        """Whether replicas gather quantized weights as codes."""
+        return self.fp8_param_gather
+
+    @property
     def amax_axes(self) -> tuple[str, ...]:
         """Mesh axes over which delayed scaling's amaxes are joined."""
         return ("tp",) if self.amax_group == "tp" else ("dp", "cp", "tp")
@@ -200,6 +208,34 @@ def backend_problems(precision: PrecisionConfig) -> list[str]:
             'layers take one, beside "none"; leave one, or use native or emulated'
         )
     return [problem for problem in problems if problem]
+
+
+def gather_problems(precision: PrecisionConfig, dp_shard: str) -> list[str]:
+    """Why FP8 weights cannot be gathered as codes under `dp_shard`, a line each; empty if nobody asks for it."""
+    if not precision.fp8_param_gather:
+        return []
+    reasons = []
+    if not precision.recipes:
+        reasons.append('with recipe = "none" no weight is in FP8; nearest: false, or a recipe')
+    if dp_shard != "optimizer":
+        why = "fully_shard gathers weights in dtype" if dp_shard == "full" else "no rank gathers weights"
+        reasons.append(f'with parallel.dp_shard = "{dp_shard}" {why}; nearest: false, or dp_shard = "optimizer"')
+    if precision.backend == "te":
+        reasons.append("Transformer Engine's layers quantize their weights themselves; nearest: false")
+    square = {
+        "blockwise": ("w_block_scaling_dim", 2, 2), "mxfp8": ("enable_2d_quantization", True, False),
+        "nvfp4": ("disable_2d_quantization", False, False),
+    }  # fmt: skip
+    for recipe in precision.recipes:
+        if recipe not in square:
+            continue
+        option, wanted, default = square[recipe]
+        if precision.options_of(recipe).get(option, default) != wanted:
+            reasons.append(
+                f"recipe {recipe}: where a weight's blocks lie along rows, its transpose has other codes, and both "
+                f"would travel: no fewer bytes; nearest: false, or options.{option} = {str(wanted).lower()}"
+            )
+    return [f"precision.fp8_param_gather = true: {reason}" for reason in reasons]
 
 
 def _kinds(names: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ Moments may be kept in bf16 or FP8 (see `narrow`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from megafp8.optim.kernels import TensorLists, choose_kernel
 from megafp8.optim.moments import NarrowMoments
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pieces import OwnPiece, own_piece
-from megafp8.parallel.weight_gather import BUCKET_BYTES, WeightGather
+from megafp8.parallel.weight_gather import BUCKET_BYTES, Coded, Piece, WeightGather
 
 
 def decays(name: str, layout: Layout, config: OptimizerConfig) -> bool:
@@ -49,6 +49,8 @@ class AdamW:
             same, but they have no moments.
         bucket_bytes: of weights that are gathered in one call.
         compiled: compile the kernel of narrow moments.
+        coded: by name, parameters that are gathered as codes. They are gathered once here, which is collective; their
+            own memory is never written.
 
     Attributes:
         masters: the fp32 (fp64) weights that are updated, by name.
@@ -69,6 +71,7 @@ class AdamW:
         elsewhere: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
         compiled: bool = False,
+        coded: Mapping[str, Coded] | None = None,
     ) -> None:
         once: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for name, param in named_params:
@@ -97,12 +100,15 @@ class AdamW:
             self.kernel_name, self._kernel = choose_kernel(config.kernel, first.device, first.dtype)
             self._lists = self._group()
         cut = [n for n, piece in self._pieces.items() if piece.dim is not None]
-        updated = [(self._params[n], self.masters[n]) for n in cut]
+        coded = coded or {}
+        updated = [Piece(self._params[n], self.masters[n], coded.get(n)) for n in cut]
         self.gather = WeightGather(updated, mesh, bucket_bytes=bucket_bytes) if cut else None
         self._attached = False
         copied = [n for n, p in self._params.items() if self.masters[n].dtype != p.dtype and n not in cut]
         self._copied_params = [self._params[n].detach() for n in copied]
         self._copied_masters = [self.masters[n] for n in copied]
+        if coded:
+            self._write_back()
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: float = 1.0) -> None:
@@ -128,6 +134,7 @@ class AdamW:
         """Forget copies that `tensors()` has made of narrow moments; the next step does so too."""
         self._copies = None
 
+    @torch.no_grad()
     def _write_back(self) -> None:
         if self._copied_params:
             torch._foreach_copy_(self._copied_params, self._copied_masters)
@@ -146,6 +153,11 @@ class AdamW:
         if self.gather is not None:
             for model in models:
                 self.gather.attach(model)
+
+    def refresh(self) -> None:
+        """Gather again if codes of weights no longer have the scale that the next forward pass wants; collective."""
+        if self.gather is not None and self.gather.outdated:
+            self._write_back()
 
     def wait(self) -> None:
         """Return when every parameter is whole; for those who use parameters without a model's forward pass."""

@@ -7,7 +7,7 @@ lets it use AdamW's learning rate and weight decay, from Moonlight (arXiv 2502.1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from megafp8.optim.matrices import is_hidden_matrix, matrices_of
 from megafp8.optim.matrix_exchange import MatrixExchange
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pieces import own_piece
+from megafp8.parallel.weight_gather import Coded
 
 Tensor = torch.Tensor
 # The quintic's coefficients: the steepest slope at 0 that still brings singular values into about [0.7, 1.2] (Jordan).
@@ -52,7 +53,7 @@ class Muon:
         config: hyper-parameters.
         mesh: the mesh whose pieces the parameters are.
         row_parts: by a parameter's name, the heights of the maps stacked along its rows (`matrices_of`).
-        compiled: as for AdamW.
+        compiled, coded: as for AdamW.
 
     Attributes:
         costs: of each rank of the pipeline stage, in rank order (`Matrix.cost`).
@@ -69,10 +70,11 @@ class Muon:
         row_parts: Callable[[str], Sequence[int]],
         *,
         compiled: bool = False,
+        coded: Mapping[str, Coded] | None = None,
     ) -> None:
         self._config = config
         hidden = {n: own_piece(p) for n, p in named_params if is_hidden_matrix(n, own_piece(p).layout)}
-        self._adamw = AdamW(named_params, config, mesh, elsewhere=hidden, compiled=compiled)
+        self._adamw = AdamW(named_params, config, mesh, elsewhere=hidden, compiled=compiled, coded=coded)
         self._layouts = {name: piece.layout for name, piece in hidden.items()}
         self._grads = {name: piece.grad for name, piece in hidden.items()}
         self._masters = {name: self._adamw.masters[name] for name in hidden}
@@ -144,6 +146,10 @@ class Muon:
     def attach(self, *models: nn.Module) -> None:
         """As AdamW's."""
         self._adamw.attach(*models)
+
+    def refresh(self) -> None:
+        """As AdamW's."""
+        self._adamw.refresh()
 
     def wait(self) -> None:
         """As AdamW's."""

@@ -62,11 +62,12 @@ def cut(param: torch.Tensor, grad: torch.Tensor, mesh: Mesh) -> None:
     rank, parts = mesh.place(layout.data_axes)
     dim = zero_dim(param.shape, parts)
     assert dim is not None
-    start, stop = _part(param.shape[dim], rank, parts)
+    start, stop = piece_span(param.shape[dim], rank, parts)
     param.own_piece = OwnPiece(grad, layout.with_zero(dim), dim, start, stop - start)  # type: ignore[attr-defined]
 
 
-def _part(size: int, index: int, parts: int) -> tuple[int, int]:
+def piece_span(size: int, index: int, parts: int) -> tuple[int, int]:
+    """Where part `index` of `parts` of a dim of `size` begins and ends, by torch.chunk's rule."""
     step = -(-size // parts)
     return min(size, index * step), min(size, (index + 1) * step)
 
@@ -120,7 +121,7 @@ class Packing:
 
     def _piece_shape(self, number: int, rank: int) -> tuple[int, ...]:
         shape, dim = self.shapes[number], self.dims[number]
-        start, stop = _part(shape[dim], rank, self.parts)
+        start, stop = piece_span(shape[dim], rank, self.parts)
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
     def _pairs(
@@ -133,7 +134,7 @@ class Packing:
                 yield pieces, rows[:, start : start + pieces[0].numel()].view(pieces.shape)
                 continue
             for rank in range(self.parts):
-                first, last = _part(tensor.shape[dim], rank, self.parts)
+                first, last = piece_span(tensor.shape[dim], rank, self.parts)
                 piece = tensor.narrow(dim, first, last - first)
                 yield piece, _view(rows[rank], start, self._piece_shape(number, rank))
 

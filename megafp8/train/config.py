@@ -20,7 +20,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.data.batch_size import BatchSize, batch_problems, ramp_problems
 from megafp8.data.config import DataConfig
 from megafp8.models.config import ModelConfig, check_model, quantizable_shapes
-from megafp8.nn.precision import RECIPES, PrecisionConfig, plan_gemms, reduces_amax, token_rule
+from megafp8.nn.precision import RECIPES, PrecisionConfig, gather_problems, plan_gemms, reduces_amax, token_rule
 from megafp8.nn.te_config import te_problems
 from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
@@ -181,6 +181,7 @@ def _broken_rules(config: RunConfig, world: int) -> list[str]:
     problems += batch_problems(train.global_batch, train.batch_ramp, dp=dp, micro_batch=train.micro_batch)
     problems += _token_problems(config) + _recompute_problems(config) + _shard_problems(parallel)
     problems += _moment_problems(config) + _statistics_problems(config) + _engine_problems(config)
+    problems += gather_problems(config.precision, parallel.dp_shard)
     return problems + schedule_of(config).problems()
 
 

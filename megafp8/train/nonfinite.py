@@ -136,7 +136,8 @@ class Watch:
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         for last, param in module.named_parameters(recurse=False):
-            if isinstance(param, DTensor):  # still in pieces: gathered by a module further in
+            # still in pieces, gathered by a module further in; or without values, as its layer has codes
+            if isinstance(param, DTensor) or getattr(param, "in_codes", False):
                 continue
             self._forward(name, last, param.detach())
             if param.requires_grad and torch.is_grad_enabled() and id(param) not in self._listening:
@@ -222,7 +223,8 @@ def first_nonfinite(
     finally:
         watch.detach()
     watch.look_at_sums()
-    broken = {name for name, param in named_parameters if not bool(torch.isfinite(param).all())}
+    with_values = [(name, param) for name, param in named_parameters if not getattr(param, "in_codes", False)]
+    broken = {name for name, param in with_values if not bool(torch.isfinite(param).all())}
     return agree(watch.first, broken, mesh)
 
 

@@ -31,6 +31,7 @@ from megafp8.models.stages import split_layers
 from megafp8.nn.balance import routers_of
 from megafp8.nn.recompute import RecomputePlan
 from megafp8.nn.router import Router
+from megafp8.nn.weight_codes import gathered_as_codes
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.muon import Muon
 from megafp8.parallel.buckets import GradBuckets
@@ -178,19 +179,36 @@ def assemble(
     else:
         named = named_parameters(stages)
         buckets = GradBuckets(named, mesh, shard=parallel.dp_shard == "optimizer")
-    optimizer: AdamW | Muon
-    if config.optimizer.name == "muon":
-        optimizer = Muon(
-            named, config.optimizer, mesh, partial(row_parts, config.model), compiled=wants_compile(config)
-        )
-    else:
-        optimizer = AdamW(named, config.optimizer, mesh, compiled=wants_compile(config))
-    optimizer.attach(*stages)
+    optimizer = make_optimizer(config, mesh, stages, named)
     for stage in stages:
         stage.ready(config.train.micro_batch, config.data.sequence_length)
     return Parts(
         config, mesh, device, dtype, stages, pipeline, named, buckets, optimizer, loader, tokenizer, corpus or {}
     )
+
+
+def make_optimizer(
+    config: RunConfig, mesh: Mesh, stages: list[Decoder], named: list[tuple[str, torch.nn.Parameter]]
+) -> AdamW | Muon:
+    """The optimizer of parameters whose gradients have their place; collective where weights are gathered as codes.
+
+    Raises:
+        ConfigError: its kernel does not work here, or FP8 weights cannot be gathered as codes.
+    """
+    states = {name: state for stage in stages for name, state in stage.fp8_states.items()}
+    coded = gathered_as_codes(stages, states, mesh) if config.precision.fp8_param_gather else {}
+    how: dict[str, Any] = {"compiled": wants_compile(config), "coded": coded}
+    optimizer: AdamW | Muon
+    if config.optimizer.name == "muon":
+        optimizer = Muon(named, config.optimizer, mesh, partial(row_parts, config.model), **how)
+    else:
+        optimizer = AdamW(named, config.optimizer, mesh, **how)
+    optimizer.attach(*stages)
+    for weight in coded.values():
+        weight.free()
+    if coded:
+        event(logger, "FP8 weights are gathered as codes", weights=len(coded), of=len(states))
+    return optimizer
 
 
 def wants_compile(config: RunConfig) -> bool:

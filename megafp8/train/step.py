@@ -102,6 +102,7 @@ def gradients(
     parts.buckets.zero_(contributions=len(batches))
     begin_step(parts.routers)
     begin_fp8_step(parts.fp8_states.values(), step, _rounding_seed(parts, step))
+    parts.optimizer.refresh()
     passes = Passes(parts, batches, step, scale=1.0 / target_tokens, watch=watch)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()

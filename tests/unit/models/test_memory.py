@@ -186,3 +186,17 @@ def test_narrow_moments_take_less_of_the_optimizer() -> None:
     for moments, element, block in ((("fp8", "fp8"), 2, 6), (("bf16", "fp8"), 3, 5), (("bf16", "bf16"), 4, 4)):
         parts = memory_bytes(llama, replace(work, moments=moments))
         assert parts.optimizer == count // 8 * (4 + element) + count // 8 // 128 * block
+
+
+def test_weights_gathered_as_codes_have_no_values() -> None:
+    llama = ModelConfig(preset="llama3_8b")
+    linears = num_parameters(llama) - 2 * 128256 * 4096 - 65 * 4096
+    sharded = ParallelConfig(dp_shard="optimizer")
+    plain = Workload(1, 8192, parallel=sharded, world=8, precision=PrecisionConfig(recipe="current"))
+    coded = replace(plain, precision=replace(plain.precision, fp8_param_gather=True))
+    assert memory_bytes(llama, plain).parameters - memory_bytes(llama, coded).parameters == 2 * linears
+    alone = replace(coded, world=1)  # one replica gathers nothing
+    assert memory_bytes(llama, alone).parameters == memory_bytes(llama, plain).parameters
+    smooth = replace(coded, precision=replace(coded.precision, smooth_swiglu=True))
+    down = 32 * 4096 * 14336
+    assert memory_bytes(llama, smooth).parameters - memory_bytes(llama, coded).parameters == 2 * down
