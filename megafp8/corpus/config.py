@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megafp8.core.config import config_dataclass
+from megafp8.corpus.step_registry import step_problems
 
 
 @config_dataclass
@@ -101,3 +102,11 @@ class CorpusConfig:
     output: OutputConfig
     split: SplitConfig = field(default_factory=SplitConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    steps: Annotated[
+        tuple[dict[str, Any], ...],
+        Field(description='what is done with each document, in this order: a table with a "kind" and its own options'),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        if problems := step_problems(self.steps):
+            raise ValueError("\n".join(problems))

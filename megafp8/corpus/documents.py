@@ -7,7 +7,8 @@ a JSON object repeats, the last one counts (as in Python's json).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -21,17 +22,36 @@ _EXCERPT_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it came from."""
+    """A text and where it came from.
+
+    Attributes:
+        metadata: JSON values that readers and steps add. A number under a key that begins with "count:" is added up
+            over the corpus and not kept with the document (`{"count:email": 2}`: two addresses were masked).
+    """
 
     id: str
     text: str
     language: str
     source: str
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing but white space and zero-width characters."""
         return not self.text.strip().strip(_INVISIBLE).strip()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a step returns instead of a document that it does not keep.
+
+    Attributes:
+        reason: one of a few words or numbers of a rule, by which dropped documents are counted.
+        detail: what it met in this document, for the sample that is kept.
+    """
+
+    reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megafp8.core.config import to_dict
-from megafp8.core.errors import DataError, MegaError
+from megafp8.core.errors import ConfigError, DataError, MegaError
 from megafp8.core.jsonio import resource_error, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
@@ -57,6 +57,8 @@ def preprocess(config: CorpusConfig, *, snapshot_seconds: float = _SNAPSHOT_SECO
             folder with files of someone else.
         ResourceError: disk full, no permission, folder in use, a worker that died.
     """
+    if config.steps:
+        raise ConfigError("steps: they are checked, but not run yet; remove them")
     source = open_source(config.source)
     folder = Path(config.output.folder)
     with places.locked(folder):

@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, text: Path) -> Callable[..., CorpusConfig]:
-    def make(folder: str = "out", **sections: dict[str, Any]) -> CorpusConfig:
+    def make(folder: str = "out", steps: tuple | list = (), **sections: dict[str, Any]) -> CorpusConfig:
         values: dict[str, Any] = {
             "source": {"kind": "jsonl", "files": [f"{text}/*.jsonl"]},
             "split": {"valid_share": 0.1},
@@ -44,7 +44,9 @@ def config(tmp_path: Path, text: Path) -> Callable[..., CorpusConfig]:
             "output": {"folder": str(tmp_path / folder), "workers": 1},
         }
         for name, keys in sections.items():
-            values[name] = {**values[name], **keys}
+            values[name] = {**values.get(name, {}), **keys}
+        if steps:
+            values["steps"] = steps
         return build(CorpusConfig, values)
 
     return make
