@@ -60,6 +60,10 @@ settings() { # of run number $1, one word a line
   if [ ${#MORE[@]} -gt 0 ]; then printf '%s\n' "${MORE[@]}"; fi
 }
 
+mkdir -p "$OUT/runs" || fail "--out $OUT: cannot be made; name another folder"
+exec 9>"$OUT/.lock"
+flock -n 9 || fail "--out $OUT: another call of run.sh works there; wait for it, or name another folder"
+
 say "1/5  what would be refused is refused now"
 for i in "${!names[@]}"; do
   mapfile -t words < <(settings "$i")
@@ -149,7 +153,16 @@ progress() { # a line for all running runs and for the whole
 }
 
 say "4/5  training, and held-out English and German"
-mkdir -p "$OUT/runs"
+for file in "$OUT"/runs/*.pid; do # a call that was killed has left its runs at work, each a process group of its own
+  [ -f "$file" ] || continue
+  pid=$(<"$file")
+  if [[ "$(ps -o args= -p "$pid" 2>/dev/null)" == *run.sh* ]]; then
+    echo "run.sh: $(basename "$file" .pid) is still at work for a call that is gone; it saves and stops" >&2
+    kill -TERM -- "-$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null; do sleep 0.2; done
+  fi
+  rm -f "$file"
+done
 declare -A running=()
 stopped="" worst=0 next=0 total=$((STEPS * ${#names[@]})) done_before=0 phase=$SECONDS shown=0
 for name in "${names[@]}"; do done_before=$((done_before + $(step_of "$name"))); done
@@ -162,8 +175,9 @@ trap halt INT TERM HUP
 while [ $next -lt ${#names[@]} ] || [ ${#running[@]} -gt 0 ]; do
   while [ -z "$stopped" ] && [ "$worst" = 0 ] && [ $next -lt ${#names[@]} ] && [ ${#running[@]} -lt "$JOBS" ]; do
     set -m # a process group of its own: the terminal's Ctrl-C reaches a run once, through halt
-    one_run $next >"$OUT/runs/${names[$next]}.out" 2>&1 </dev/null &
+    one_run $next >"$OUT/runs/${names[$next]}.out" 2>&1 </dev/null 9>&- &
     set +m
+    echo $! >"$OUT/runs/${names[$next]}.pid"
     running[$!]=$next
     next=$((next + 1))
   done
@@ -172,6 +186,7 @@ while [ $next -lt ${#names[@]} ] || [ ${#running[@]} -gt 0 ]; do
     code=0
     wait "$pid" || code=$?
     name=${names[${running[$pid]}]}
+    rm -f "$OUT/runs/$name.pid"
     unset "running[$pid]"
     if [ -n "$stopped" ] && [[ "$code" =~ ^(130|143)$ ]]; then code=75; fi # what holds no state simply ends
     if [ "$code" = 0 ]; then

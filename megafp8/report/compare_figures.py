@@ -41,7 +41,7 @@ def compare_figure(runs: Sequence[Run], others: Sequence[Difference | None], fou
     names = _compared(found)
     forest = -(-len(names) // _COLUMNS)
     heights = [2.9] + ([2.5] if shown else []) + [0.8 + 0.24 * max(len(runs) - 1, 1)] * forest
-    with matplotlib.rc_context(RC):
+    with matplotlib.rc_context(RC | {"savefig.dpi": 120}):  # a picture for a README: small enough to keep there
         figure = new_figure(WIDTH, sum(heights) + 0.3)
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
         cells = [[figure.add_subplot(grid[row, column]) for column in range(2)] for row in range(len(heights))]
@@ -158,4 +158,4 @@ def _draw_set(axes: Axes, found: Numbers, name: str) -> None:
 def _draw_legend(figure: MplFigure, runs: Sequence[Run]) -> None:
     axes = figure.axes[0]
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles, labels, loc="upper right", ncols=1 if len(runs) < 5 else 2)
+    axes.legend(handles, labels, loc="upper right", fontsize=9.5 if len(runs) < 5 else 8.5)

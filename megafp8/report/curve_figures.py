@@ -16,6 +16,7 @@ from megafp8.report.runs import Run
 from megafp8.report.style import COLOURS, RC, Picture, new_figure, render, run_colour, run_width
 
 WIDTH = 9.6  # inches; the page shows a figure at the width of its column
+_MANY = 4  # runs; beyond, single steps of all of them would hide the averages
 
 
 def loss_figure(runs: Sequence[Run], others: Sequence[Difference | None]) -> Picture:
@@ -48,11 +49,12 @@ def _loss_words(runs: Sequence[Run], compared: bool) -> str:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
-    """Single steps thin, their average bold, a colour a run."""
+    """Single steps thin (of the first run alone if there are many), their average bold, a colour a run."""
     for index, run in enumerate(runs):
         losses, steps, colour = run.series("loss"), run.steps, run_colour(index)
         keep, trend = thin(len(steps)), smooth(losses, half_width(len(losses)))
-        axes.plot(steps[keep], losses[keep], color=colour, alpha=0.28, linewidth=0.8)
+        if index == 0 or len(runs) <= _MANY:
+            axes.plot(steps[keep], losses[keep], color=colour, alpha=0.28, linewidth=0.8)
         label = f"{run.name} ({run.precision})"
         axes.plot(steps[keep], trend[keep], color=colour, linewidth=run_width(index), label=label)
 
@@ -86,7 +88,8 @@ def _draw_differences(axes: Axes, runs: Sequence[Run], shown: Sequence[tuple[int
     for index, diff in shown:
         keep = thin(len(diff.steps))
         colour = run_colour(index)
-        axes.plot(diff.steps[keep], diff.raw[keep], color=colour, alpha=0.28, linewidth=0.8)
+        if len(runs) <= _MANY:
+            axes.plot(diff.steps[keep], diff.raw[keep], color=colour, alpha=0.28, linewidth=0.8)
         label = f"{runs[index].name} \u2212 {runs[0].name}"
         axes.plot(diff.steps[keep], diff.smoothed[keep], color=colour, label=label)
     axes.axhline(0.0, color=COLOURS["muted"], linewidth=1.0)
