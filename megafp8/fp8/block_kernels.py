@@ -24,7 +24,7 @@ from megafp8.fp8.blocks import (
     nvfp4_tensor_scale,
     quantize_blocks,
 )
-from megafp8.fp8.formats import E2M1, E8M0, UE4M3, noise_keys, noise_of, round_stochastic, rounder
+from megafp8.fp8.formats import E2M1, E8M0, UE4M3, noise_keys, noise_of, rounder, stochastic_rounder
 from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, scale_from_amax, scale_inverse
 
 Tensor = torch.Tensor
@@ -83,68 +83,67 @@ def tensor_factor(spec: TensorSpec, amax: Tensor) -> Tensor:
 
 
 def rowwise_kernel(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
-    """(x [R, C], *extra) -> values [R, C], block amaxes, and more that is not to be used; C a multiple of B.
+    """(x [n], *extra) -> values, block amaxes, and more that is not to be used; n a multiple of B.
 
-    `extra`: tensor_amax fp32 [1] for NVFP4; for stochastic rounding then seed int64 [1] and pitch int32 [1], the
-    number of elements in a row of what is quantized (that of `x` without its padding).
+    The values lie in memory as `x` does, in whatever shape: torch.compile does not see that n // B * B is n, and would
+    copy them into another.
+
+    `extra`: tensor_amax fp32 [1] for NVFP4; for stochastic rounding then seed int64 [1], and pitch int32 [1] (not
+    here), the number of elements in a row of what is quantized: that of `x` without its padding.
     """
     width = _width(spec)
     quantized = block_arithmetic(spec, dtype)
 
     def rowwise(x: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
-        rows, columns = x.shape
-        place = (_count(rows).view(-1, 1, 1), _count(columns).view(1, -1, width))
-        values, *rest = quantized(x.view(rows, columns // width, width), 2, place, *extra)
-        return values.view(rows, columns), *rest
+        return quantized(x.view(-1, width), 1, _count(len(x)).view(-1, width), *extra)
 
     return rowwise
 
 
 def columnwise_kernel(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
-    """As `rowwise_kernel`, of the transpose, whose values still come as [R, C]; R a multiple of B."""
+    """As `rowwise_kernel`, of the transpose of x [R, C], the values not transposed; R a multiple of B."""
     width = _width(spec)
     quantized = block_arithmetic(spec, dtype)
 
     def columnwise(x: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
         rows, columns = x.shape
-        place = (_count(columns), _count(rows).view(-1, width, 1))
-        values, *rest = quantized(x.view(rows // width, width, columns), 1, place, *extra)
-        return values.view(rows, columns), *rest
+        place = _count(columns) * extra[-1] + _count(rows).view(-1, width, 1) if spec.stochastic else None
+        return quantized(x.view(rows // width, width, columns), 1, place, *extra)
 
     return columnwise
 
 
 def square_kernel(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
-    """As `rowwise_kernel` for blocks of B x B; R and C multiples of B."""
+    """As `rowwise_kernel`, of x [R, C] in blocks of B x B; R and C multiples of B."""
     width = _width(spec)
     quantized = block_arithmetic(spec, dtype)
 
     def square(x: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
         rows, columns = x.shape
-        place = (_count(rows).view(-1, width, 1, 1), _count(columns).view(-1, width))
-        values, *rest = quantized(x.view(rows // width, width, columns // width, width), (1, 3), place, *extra)
-        return values.view(rows, columns), *rest
+        place = _count(rows).view(-1, 1) * extra[-1] + _count(columns) if spec.stochastic else None
+        grid = (rows // width, width, columns // width, width)
+        return quantized(x.view(grid), (1, 3), place if place is None else place.view(grid), *extra)
 
     return square
 
 
 def block_arithmetic(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
-    """(blocks, dims that a block lies along, place (row, column) of each element, *extra) -> what a kernel gives."""
-    round_values, scales_of, out = rounder(spec.format), block_scaler(spec, dtype), values_dtype(dtype, spec)
-    fmt, two_level, stochastic, nan_is_max = spec.format, spec.two_level, spec.stochastic, spec.format == E2M1
+    """(blocks, dims that a block lies along, index of each element, *extra) -> what a kernel gives."""
+    round_values, round_by_chance = rounder(spec.format), stochastic_rounder(spec.format)
+    scales_of, out = block_scaler(spec, dtype), values_dtype(dtype, spec)
+    two_level, stochastic, nan_is_max = spec.two_level, spec.stochastic, spec.format == E2M1
     largest = spec.format.max
 
     def quantized(
-        blocks: Tensor, dims: int | tuple[int, ...], place: tuple[Tensor, Tensor], *extra: Tensor
+        blocks: Tensor, dims: int | tuple[int, ...], place: Tensor | None, *extra: Tensor
     ) -> tuple[Tensor, ...]:
         amax = _magnitude(blocks).amax(dims, keepdim=True)
         scale, factor, *shared = scales_of(amax, *extra[:1]) if two_level else scales_of(amax)
         scaled = blocks.float() * scale
         if stochastic:
-            seed, pitch = extra[-2:]
-            first, second = noise_keys(seed)
+            first, second = noise_keys(extra[1 if two_level else 0])
             shared += [first, second]
-            scaled = round_stochastic(scaled, fmt, noise_of(place[0] * pitch + place[1], first, second))
+            scaled = round_by_chance(scaled, noise_of(place, first, second))
         else:
             scaled = round_values(scaled)
         if nan_is_max:
@@ -183,7 +182,7 @@ def block_scaler(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
 
 
 def hadamard_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`hadamard` of the transpose of `x` [R, C], as [R, C] in its dtype, and its amax fp32 [1]; R a multiple of 16.
+    """`hadamard` of the transpose of `x` [R, C], lying as `x` does, and its amax fp32 [1]; R a multiple of 16.
 
     Four rows at a time are outputs of one pass over their group's 16: all at once would compile for a quarter of a
     minute, one at a time would add everything up anew. The order of additions is the definition's.
@@ -202,7 +201,7 @@ def hadamard_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
             sign = torch.where((which & bit) == 0, 1.0, -1.0)
             parts = [low + high * sign for low, high in zip(parts[::2], parts[1::2], strict=True)]
         made.append((parts[0] * 0.25).to(x.dtype))
-    result = torch.stack(made, 2).view(rows, columns)
+    result = torch.stack(made, 2)
     return result, _magnitude(result).amax().reshape(1)
 
 

@@ -138,6 +138,26 @@ def round_stochastic(x: torch.Tensor, fmt: Format, noise: torch.Tensor) -> torch
     return torch.where(v.isnan(), v, torch.copysign(rounded, v))
 
 
+def stochastic_rounder(fmt: Format) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`round_stochastic` for one format with few exponents, which compilers vectorise: steps found by comparisons."""
+    exponents = range(fmt.min_exponent, math.frexp(fmt.max)[1])
+    top, lowest = fmt.max, 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    binades = [(2.0**e, 2.0 ** (e - fmt.mantissa_bits), 2.0 ** (fmt.mantissa_bits - e)) for e in exponents][1:]
+
+    def round_values(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        v = x.clamp(-top, top)
+        magnitude = v.abs()
+        step, inverse = torch.full_like(v, lowest), torch.full_like(v, 1.0 / lowest)
+        for begin, step_there, inverse_there in binades:
+            step = torch.where(magnitude >= begin, step_there, step)
+            inverse = torch.where(magnitude >= begin, inverse_there, inverse)
+        steps = magnitude * inverse
+        lower = steps.floor()
+        return torch.copysign(torch.where(steps - lower > noise, lower + 1.0, lower) * step, v)
+
+    return round_values
+
+
 _LOW_32 = 0xFFFFFFFF
 
 
@@ -190,7 +210,7 @@ def _mixed_int32(h: torch.Tensor) -> torch.Tensor:
 
 
 def _fraction(bits: torch.Tensor) -> torch.Tensor:
-    return (((bits >> 9) & 0x7FFFFF) * 2 + 1).float() * 2.0**-24
+    return (((bits >> 8) & 0xFFFFFF) | 1).float() * 2.0**-24
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

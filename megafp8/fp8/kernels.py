@@ -134,29 +134,28 @@ class Kernels:
         4over6 runs as written: it is for fine-tuning, and both of its candidates' errors take an order of additions
         that does not vectorise.
         """
-        (rows, columns), block = x.shape, spec.block
+        block = spec.block
         assert block is not None
-        fits = not (columnwise and spec.hadamard and rows % HADAMARD_DIM)  # else the definition says why not
-        if self._hadamard is None or x.numel() == 0 or not fits or spec.four_over_six:
+        if self._as_written(x, spec, columnwise):
             return block_kernels.block_values(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
         if columnwise and block[0] > 1:  # square blocks: the transpose's row-wise copy
-            x, rows, columns, columnwise = x.t(), columns, rows, False
+            x, columnwise = x.t(), False
         if columnwise and spec.hadamard:
             x, amax = self._columns(x)
         elif spec.two_level and tensor_amax is None:
             amax = self.amax(x)
         tensor_amax = amax if tensor_amax is None and spec.two_level else tensor_amax
         extra = [] if tensor_amax is None else [tensor_amax]
-        wide = 2 * block[1]
-        refolded = not columnwise and block[0] == 1 and columns % block[1] == 0 and x.numel() % wide == 0
-        source = x.reshape(-1, wide) if refolded else x  # its blocks follow one another anyway
         if spec.stochastic:
             assert seed is not None, "stochastic rounding needs a seed"
-            pitch = len(source) if columnwise else source.shape[1]
-            extra += [seed, torch.tensor([pitch], dtype=torch.int32)]
-        padded = _matrix(source, (block[::-1] if columnwise else block))
-        values, found, *_ = self._block_kernel(spec, x.dtype, columnwise)(padded, *extra)
-        values = values.flatten()[: x.numel()].view(x.shape) if refolded else values[:rows, :columns]
+            extra += [seed, torch.tensor([x.shape[0 if columnwise else 1]], dtype=torch.int32)]
+        padded = _matrix(x, block[::-1] if columnwise else block)
+        kernel = self._block_kernel(spec, x.dtype, columnwise)
+        if columnwise or block[0] > 1:
+            values, found, *_ = kernel(padded, *extra)
+        else:
+            values, found, *_ = kernel(_vector(padded, marked=True), *extra)
+        values = values.view(padded.shape)[: x.shape[0], : x.shape[1]]
         amax = found.amax().reshape(1) if tensor_amax is None else tensor_amax
         factor = block_kernels.tensor_factor(spec, amax)
         return block_kernels.BlockValues(values.t() if columnwise else values, factor, amax)
@@ -186,8 +185,16 @@ class Kernels:
         if self._hadamard is None or x.shape[0] % HADAMARD_DIM or x.numel() == 0:
             transformed = hadamard(x.t().contiguous()).t()
             return transformed, amax_of(transformed)
-        transformed, amax = self._hadamard(_matrix(x, (HADAMARD_DIM, 1)))
-        return transformed[: x.shape[0], : x.shape[1]], amax
+        padded = _matrix(x, (HADAMARD_DIM, 1))
+        transformed, amax = self._hadamard(padded)
+        return transformed.view(padded.shape)[: x.shape[0], : x.shape[1]], amax
+
+    def _as_written(self, x: torch.Tensor, spec: TensorSpec, columnwise: bool) -> bool:
+        """Whether no kernel fits: no compiler, nothing to do, what the definition refuses, and what is rare."""
+        assert spec.block is not None
+        refused = columnwise and spec.hadamard and x.shape[0] % HADAMARD_DIM
+        ragged = spec.stochastic and not columnwise and x.shape[1] % spec.block[1]  # no recipe takes such a weight
+        return self._hadamard is None or not x.numel() or bool(refused or ragged or spec.four_over_six)
 
     def _block_kernel(self, spec: TensorSpec, dtype: torch.dtype, columnwise: bool) -> Callable[..., Any]:
         assert spec.block is not None
@@ -200,22 +207,27 @@ class Kernels:
         return made[spec, dtype, columnwise]
 
 
-def _vector(x: torch.Tensor) -> torch.Tensor:
-    """The elements as a vector over the same memory (a copy if they are not contiguous).
+def _vector(x: torch.Tensor, *, marked: bool = False) -> torch.Tensor:
+    """The elements as a vector over the same memory (a copy if they are not contiguous), its size variable if `marked`.
 
     Not a view in autograd's books: torch.compile guards on the shape of a view's base and would compile anew for
     every shape, and would do so again for tensors that require a gradient.
     """
     dense = x.detach().contiguous()
-    return dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), (dense.numel(),), (1,))
+    made = dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), (dense.numel(),), (1,))
+    if marked:
+        torch._dynamo.mark_dynamic(made, 0)
+    return made
 
 
 def _matrix(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """`x` [R, C] as `_vector` takes it, padded by zeros to at least two whole blocks, both dims marked as variable.
+    """`x` [R, C] as `_vector` takes it, padded by zeros to whole blocks, its sizes variable.
 
-    Two, because torch.compile takes a size of 1 for a constant, also where it is a number of blocks.
+    To two of them at least: torch.compile takes a size of 1 for a constant, also where it is a number of blocks.
     """
     rows, columns = (max(-(-size // of), 2) * of for size, of in zip(x.shape, block, strict=True))
+    if block[0] == 1:
+        columns = -(-x.shape[1] // block[1]) * block[1]  # rows are taken one after another: there are two at least
     dense = x.detach()
     if x.shape != (rows, columns):
         dense = F.pad(dense, (0, columns - x.shape[1], 0, rows - x.shape[0]))
