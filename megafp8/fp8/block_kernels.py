@@ -141,6 +141,7 @@ def block_arithmetic(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
         scale, factor, *shared = scales_of(amax, *extra[:1]) if two_level else scales_of(amax)
         scaled = blocks.float() * scale
         if stochastic:
+            assert place is not None
             first, second = noise_keys(extra[1 if two_level else 0])
             shared += [first, second]
             scaled = round_by_chance(scaled, noise_of(place, first, second))
