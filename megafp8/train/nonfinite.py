@@ -91,6 +91,7 @@ class Watch:
         self._turn: tuple[int, int] | None = None  # (stage, micro-batch) of the backward pass
         self._gradient: Tensor | None = None  # the one that was found, and the modules that it came from
         self._users: list[str] = []
+        self._makers: list[str] = []
 
     def begin(self, stage: int, micro_batch: int) -> None:
         """A forward pass begins."""
@@ -128,8 +129,11 @@ class Watch:
 
     @property
     def first(self) -> _Seen | None:
-        """What was found; a gradient is that of the input of the module that made it, where it is one alone."""
-        seen, users = self._first, self._users
+        """What was found; a gradient is that of the input of the module that made it, where it is one alone.
+
+        Modules that only hand a tensor on (a dropout of 0) make none.
+        """
+        seen, users = self._first, [name for name in self._users if name not in self._makers]
         if seen is None or not users or not all(f"{users[-1]}.".startswith(f"{user}.") for user in users):
             return seen
         return replace(seen, finding=replace(seen.finding, module=users[-1], tensor="grad_input"))
@@ -163,10 +167,11 @@ class Watch:
     def _gradient_of(self, turn: tuple[int, int], name: str, what: str, gradient: Tensor) -> None:
         if turn != self._turn:
             self._turn, self._backwards = turn, 0
-        if gradient is self._gradient:  # a tensor is the output of one module and the input of others
-            self._users += [name] if what == "grad_input" else []
-        elif self._backward(name, what, gradient):
-            self._gradient, self._users = gradient, [name] if what == "grad_input" else []
+        # a tensor is the output of one module and the input of others
+        if gradient is not self._gradient and self._backward(name, what, gradient):
+            self._gradient, self._users, self._makers = gradient, [], []
+        if gradient is self._gradient:
+            (self._users if what == "grad_input" else self._makers).append(name)
 
     def _param_gradient(self, module: str, last: str, gradient: Tensor | None) -> None:
         # None: a schedule takes it apart from the backward pass, see `_taken`

@@ -26,7 +26,6 @@ NAN, INF = float("nan"), float("inf")
 
 def plant(parts: Parts, what: str, name: str, value: float) -> None:
     """Break `name` (a module or a parameter) of this rank, in every step from now on."""
-    module, _, last = name.rpartition(".")
     if what == "weight":
         param = dict(parts.stages[-1].named_parameters())[name]
         with torch.no_grad():
@@ -39,6 +38,10 @@ def plant(parts: Parts, what: str, name: str, value: float) -> None:
             output.register_hook(lambda gradient: _spoilt(gradient, value))
 
         _module(parts, name).register_forward_hook(hook)
+    elif what == "grad_input":  # of a norm
+        norm = _module(parts, name)
+        forward = norm.forward
+        norm.forward = lambda x, branch: forward(x, _Spoiler.apply(branch, value))  # type: ignore[method-assign]
     elif what == "gradient":
         dict(parts.named_parameters)[name].register_hook(lambda g: _spoilt(g, value))
     elif what == "sum":
@@ -49,6 +52,19 @@ def plant(parts: Parts, what: str, name: str, value: float) -> None:
             own_piece(param).grad.view(-1)[-1] = value
 
         parts.buckets.finish = finished  # type: ignore[method-assign]
+
+
+class _Spoiler(torch.autograd.Function):
+    """Identity, whose backward pass breaks the gradient: as if the module behind it had made it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _spoilt(grads[0], ctx.value), None
 
 
 def _module(parts: Parts, name: str) -> torch.nn.Module:
@@ -63,23 +79,32 @@ def _spoilt(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 D0, D1, QKV = "layers.0.mlp.down", "layers.1.mlp.down", "layers.0.attention.qkv"
 FWD, BWD, SUMS = "forward", "backward", "after the backward passes"
-# name: mesh, other sections, rank, what is broken and how -> module, tensor, pass, micro-batch, NaN, infinite
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, str, float], tuple[Any, ...]]] = {
-    "alone": ({}, {}, 0, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0)),
-    "alone fp8": ({}, FP8, 0, ("output", "layers.1.mlp", INF), ("layers.1.mlp", "output", FWD, 0, 0, 1)),
-    "recompute": ({}, {"train": {"recompute": "full"}}, 0, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0)),
-    "tp weight": ({"tp": 2}, {}, 1, ("weight", f"{D1}.weight", INF), (D1, "weight", FWD, 0, 0, 1)),
-    "tp output": ({"tp": 2}, FP8, 1, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0)),
-    "tp grad": ({"tp": 2}, {}, 1, ("grad_output", QKV, NAN), (QKV, "grad_output", BWD, 0, 1, 0)),
-    "tp sum": ({"tp": 2}, {}, 1, ("sum", f"{D0}.weight", NAN), (D0, "weight gradient", SUMS, -1, 1, 0)),
-    "dp": ({"dp": 2}, {}, 1, ("gradient", f"{D0}.weight", INF), (D0, "weight gradient", BWD, 0, 0, 1)),
-    "cp": ({"cp": 2}, {}, 1, ("grad_output", D1, INF), (D1, "grad_output", BWD, 0, 0, 1)),
-    "ep": ({"dp": 2, "ep": 2}, EXPERTS, 1, ("weight", "layers.1.mlp.experts.down", NAN),
-           ("layers.1.mlp.experts", "down", FWD, 0, 1, 0)),
-    "full": ({"dp": 2, "dp_shard": "full"}, {}, 1, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0)),
-    "pp": ({"pp": 2}, {}, 0, ("output", QKV, INF), (QKV, "output", FWD, 0, 0, 1)),
-    "pp grad": ({"pp": 2, "schedule": "zb_h1"}, {}, 1, ("grad_output", D1, NAN), (D1, "grad_output", BWD, 0, 1, 0)),
-    "pp tp": ({"pp": 2, "tp": 2}, FP8, 3, ("output", D1, NAN), (D1, "output", FWD, 0, 1, 0)),
+Planted = tuple[str, str, float]
+Case = tuple[int, Planted, tuple[Any, ...]]
+# mesh, other sections; on which rank what is broken and how -> module, tensor, pass, micro-batch, NaN, infinite
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Case]]] = {
+    "alone": ({}, {}, [(0, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0))]),
+    "fp8": ({}, FP8, [(0, ("output", "layers.1.mlp", INF), ("layers.1.mlp", "output", FWD, 0, 0, 1))]),
+    "recompute": ({}, {"train": {"recompute": "full"}}, [(0, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0))]),
+    "tp": ({"tp": 2}, {}, [
+        (1, ("weight", f"{D1}.weight", INF), (D1, "weight", FWD, 0, 0, 1)),
+        (1, ("grad_output", QKV, NAN), (QKV, "grad_output", BWD, 0, 1, 0)),
+        # its input is the output of layers.1.mlp.down, handed on by a dropout of 0
+        (1, ("grad_input", "final_norm", NAN), ("final_norm", "grad_input", BWD, 0, 1, 0)),
+        (1, ("sum", f"{D0}.weight", NAN), (D0, "weight gradient", SUMS, -1, 1, 0)),
+    ]),
+    "tp fp8": ({"tp": 2}, FP8, [(1, ("output", QKV, NAN), (QKV, "output", FWD, 0, 1, 0))]),
+    "dp": ({"dp": 2}, {}, [(1, ("gradient", f"{D0}.weight", INF), (D0, "weight gradient", BWD, 0, 0, 1))]),
+    "cp": ({"cp": 2}, {}, [(1, ("grad_output", QKV, INF), (QKV, "grad_output", BWD, 0, 0, 1))]),
+    "ep": ({"dp": 2, "ep": 2}, EXPERTS, [
+        (1, ("weight", "layers.1.mlp.experts.down", NAN), ("layers.1.mlp.experts", "down", FWD, 0, 1, 0)),
+    ]),
+    "full": ({"dp": 2, "dp_shard": "full"}, {}, [(1, ("weight", f"{D1}.weight", NAN), (D1, "weight", FWD, 0, 1, 0))]),
+    "pp": ({"pp": 2, "schedule": "zb_h1"}, {}, [
+        (0, ("output", QKV, INF), (QKV, "output", FWD, 0, 0, 1)),
+        (0, ("grad_output", QKV, NAN), (QKV, "grad_output", BWD, 0, 1, 0)),
+    ]),
+    "pp tp": ({"pp": 2, "tp": 2}, FP8, [(3, ("output", D1, NAN), (D1, "output", FWD, 0, 1, 0))]),
 }  # fmt: skip
 
 
@@ -87,30 +112,33 @@ def config_of(mesh: dict[str, Any], other: dict[str, Any]) -> Any:
     return run_config(parallel=mesh, **other)
 
 
-def named(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any], victim: int, planted: Any) -> Any:
-    """What a step in order, and a broken one, say; the broken one leaves no trace in any state."""
-    parts = make_parts(config_of(mesh, other), world)
-    assert train_step(parts, 1, 1e-3).origin is None
-    parts.optimizer.wait()
-    if rank == victim:
-        plant(parts, *planted)
-    before = {key: tensor.clone() for key, tensor in tensors_of(parts)[0].items()}
-    result = train_step(parts, 2, 1e-3)
-    assert not result.finite and result.origin is not None
-    for key, tensor in tensors_of(parts)[0].items():
-        assert torch.allclose(tensor, before[key], rtol=0, atol=0, equal_nan=True), key
-    return result.origin
+def named(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any], cases: list[Case]) -> list[Any]:
+    """What a step in order, and then a broken one, say; the broken one leaves no trace in any state."""
+    found = []
+    for victim, planted, _ in cases:
+        parts = make_parts(config_of(mesh, other), world)
+        assert train_step(parts, 1, 1e-3).origin is None
+        parts.optimizer.wait()
+        if rank == victim:
+            plant(parts, *planted)
+        before = {key: tensor.clone() for key, tensor in tensors_of(parts)[0].items()}
+        result = train_step(parts, 2, 1e-3)
+        assert not result.finite and result.origin is not None
+        for key, tensor in tensors_of(parts)[0].items():
+            assert torch.allclose(tensor, before[key], rtol=0, atol=0, equal_nan=True), key
+        found.append(result.origin)
+    return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_names_module_tensor_and_rank(case: str) -> None:
-    mesh, other, victim, planted, expected = CASES[case]
+@pytest.mark.parametrize("group", GROUPS)
+def test_names_module_tensor_and_rank(group: str) -> None:
+    mesh, other, cases = GROUPS[group]
     world = mesh.get("pp", 1) * mesh.get("dp", 1) * mesh.get("cp", 1) * mesh.get("tp", 1)
-    origins = run_ranks(named, world, mesh, other, victim, planted)
-    assert all(origin == origins[0] for origin in origins)
-    one = origins[0]
-    found = (one.module, one.tensor, one.when, one.micro_batch, one.num_nan, one.num_inf)
-    assert (one.rank, *found) == (victim, *expected), str(one)
+    origins = run_ranks(named, world, mesh, other, cases)
+    assert all(found == origins[0] for found in origins)
+    for one, (victim, _, expected) in zip(origins[0], cases, strict=True):
+        found = (one.module, one.tensor, one.when, one.micro_batch, one.num_nan, one.num_inf)
+        assert (one.rank, *found) == (victim, *expected), str(one)
 
 
 def watched(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool]:
