@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
 from megafp8.core.errors import ConfigError
+from megafp8.core.log import event, get_logger
 from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.nn.layers import LayerSet, ModelShape, OwnLayers
 from megafp8.nn.precision import PrecisionConfig, dim_problems, plan_gemms, reduces_amax
@@ -16,6 +18,7 @@ from megafp8.nn.te import TELayers, maker_for
 from megafp8.nn.te_config import te_problems
 from megafp8.parallel.mesh import Mesh
 
+_logger = get_logger(__name__)
 Layers = Callable[[int, int], LayerSet]
 
 
@@ -92,6 +95,13 @@ def _by_engine(
     )
     if problems:
         raise ConfigError("\n".join(problems))
+    if precision.warmup_steps and "delayed" in precision.recipes:
+        event(
+            _logger,
+            "no warm-up: Transformer Engine's delayed scaling begins at scale 1",
+            level=logging.WARNING,
+            warmup_steps=precision.warmup_steps,
+        )
     maker = maker_for(
         shape,
         options=precision.te,

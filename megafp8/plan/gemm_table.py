@@ -124,9 +124,12 @@ def plan_gemm_table(
     sizes = axis_sizes(parallel, world)
     shapes, whole = quantizable_shapes(model, tp=sizes["tp"], etp=sizes["etp"]), quantizable_shapes(model)
     recipes = {name: fp8_recipe(name, **precision.options_of(name)) for name in precision.recipes}
-    backends = {
-        name: fp8_backend(precision.backend, precision.emulation, recipe=made) for name, made in recipes.items()
-    }
+    backends: dict[str, Any] = {}
+    for name, made in recipes.items():
+        engine = precision.backend == "te"
+        backends[name] = (
+            _Engine() if engine else fp8_backend(precision.backend, precision.emulation, recipe=made)
+        )
     rows = micro_batch * sequence_length // sizes["cp"]
     gemms = []
     for name, made, why in precision_rows(precision, list(shapes), model.num_layers):
@@ -148,6 +151,17 @@ def plan_gemm_table(
     named = ", ".join(dict.fromkeys(chosen.name for chosen in backends.values()))
     reasons = "; ".join(dict.fromkeys(chosen.reason for chosen in backends.values()))
     return GemmPlan(tuple(gemms), named, reasons or "no recipe is named")
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """Transformer Engine's layers, which are no backend of ours; what is missing of them is said with the refusals."""
+
+    name: str = "te"
+    reason: str = "asked for by name"
+
+    def supports(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
+        return None
 
 
 def _quantized(gemm: Gemm, recipe: Recipe, chosen: Any) -> Gemm:

@@ -13,7 +13,7 @@ from megafp8.checkpoint import latest, tensor_names
 from megafp8.core.errors import CheckpointError
 from megafp8.fp8.recipes.delayed import carried_over
 from megafp8.train.setup import Parts
-from megafp8.train.state import load_newest_run, save_run
+from megafp8.train.state import load_newest_run, save_run, tensors_of
 from megafp8.train.step import train_step
 from tests.distributed.small_run import make_parts, run_config
 
@@ -60,6 +60,43 @@ def test_other_options_of_delayed_scaling_convert_its_state(tmp_path: Path, capl
             assert torch.equal(new["amax_history"], history) and history[-1] != 0, (name, role)
             assert torch.equal(new["scale"], scale) and scale != 1, (name, role)
     assert train_step(after, 3, 1e-2).finite
+
+
+def test_a_weight_that_was_quantized_before_a_load_is_quantized_again(tmp_path: Path, caplog: Any) -> None:
+    before = trained(tmp_path, recipe="delayed", warmup_steps=1)
+    after = parts_in(tmp_path, recipe="delayed", warmup_steps=1)
+    looked_at(after)  # an evaluation of the weights as they were built
+    load_newest_run(after)
+    assert looked_at(after) == looked_at(before)
+    assert [train_step(after, step, 1e-2).loss for step in (3, 4)] == [
+        train_step(before, step, 1e-2).loss for step in (3, 4)
+    ]
+
+
+def looked_at(parts: Parts) -> float:
+    """The loss of an evaluation of fixed tokens."""
+    (model,) = parts.stages
+    tokens = torch.arange(32).view(2, 16) % 64
+    with torch.no_grad():
+        return float(model(tokens, tokens.roll(-1, 1))[0])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])
+def test_evaluations_between_steps_leave_no_trace(tmp_path: Path, recipe: str) -> None:
+    """Two steps of the warm-up, its edge, and two more; with Smooth-SwiGLU, whose scales are each pass's own."""
+
+    def run(*, evaluate: bool) -> list[Any]:
+        parts = parts_in(tmp_path, recipe=recipe, warmup_steps=2, smooth_swiglu=True)
+        losses = []
+        for step in range(1, 5):
+            losses.append(train_step(parts, step, 1e-2).loss)
+            if evaluate:
+                looked_at(parts)
+        return [losses, *(t.clone() for t in tensors_of(parts)[0].values())]
+
+    (with_it, *after), (without, *expected) = run(evaluate=True), run(evaluate=False)
+    assert with_it == without
+    assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
 
 
 def test_what_does_not_change_the_state_leaves_every_bit(tmp_path: Path, caplog: Any) -> None:

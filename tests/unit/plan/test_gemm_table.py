@@ -83,6 +83,11 @@ def test_a_shard_that_ends_inside_a_block_is_said() -> None:
     assert sharded_note(PrecisionConfig(recipe="delayed"), ["delayed"], 8) == ""
 
 
+def test_transformer_engines_layers_are_named_as_their_own_backend() -> None:
+    found = plan(ModelConfig(preset="tiny_llama"), PrecisionConfig(recipe="delayed", backend="te"))
+    assert found.backend == "te" and {gemm.backend for gemm in found.gemms if gemm.in_fp8} == {"te"}
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--precision", LLAMA, "--precision.recipe", "delayed", "--precision.first_layers_bf16=1"]) == 0
     out = capsys.readouterr().out
