@@ -87,9 +87,7 @@ class GemmPlan:
         for gemm in self.gemms:
             rows.setdefault(replace(gemm, layers=()), []).append(gemm)
         merged = [
-            replace(
-                alike[0], layers=tuple(i for g in alike for i in g.layers), flops=sum(gemm.flops for gemm in alike)
-            )
+            replace(alike[0], layers=tuple(i for g in alike for i in g.layers), flops=sum(gemm.flops for gemm in alike))
             for alike in rows.values()
         ]
         return replace(self, gemms=tuple(merged))
@@ -125,11 +123,9 @@ def plan_gemm_table(
     shapes, whole = quantizable_shapes(model, tp=sizes["tp"], etp=sizes["etp"]), quantizable_shapes(model)
     recipes = {name: fp8_recipe(name, **precision.options_of(name)) for name in precision.recipes}
     backends: dict[str, Any] = {}
-    for name, made in recipes.items():
+    for name, recipe in recipes.items():
         engine = precision.backend == "te"
-        backends[name] = (
-            _Engine() if engine else fp8_backend(precision.backend, precision.emulation, recipe=made)
-        )
+        backends[name] = _Engine() if engine else fp8_backend(precision.backend, precision.emulation, recipe=recipe)
     rows = micro_batch * sequence_length // sizes["cp"]
     gemms = []
     for name, made, why in precision_rows(precision, list(shapes), model.num_layers):
@@ -180,9 +176,7 @@ def _quantized(gemm: Gemm, recipe: Recipe, chosen: Any) -> Gemm:
     return replace(gemm, why=f"refused: {reason}") if reason else replace(gemm, backend=chosen.name)
 
 
-def _by_rule(
-    model: ModelConfig, precision: PrecisionConfig, *, tp: int, rows: int, sequence_length: int
-) -> list[Gemm]:
+def _by_rule(model: ModelConfig, precision: PrecisionConfig, *, tp: int, rows: int, sequence_length: int) -> list[Gemm]:
     """What is never in FP8."""
     every, dtype = tuple(range(model.num_layers)), precision.dtype
     core = Gemm(
