@@ -2,10 +2,9 @@
 
 The wheel `transformer-engine` holds Python only. `transformer_engine()` puts stand-ins for its compiled extension and
 its loader into `sys.modules`, and lets torch say that there is a GPU whose tensors lie on the CPU; inside the `with`
-block `transformer_engine.pytorch` is the real thing: signatures, modules, parameters, recipes. Modules run, too, with
-Transformer Engine's reference quantizers (`CustomRecipe`) and with those of delayed and current scaling, for which
-te_kernels computes what the extension would. Everything else is a mock: fused attention, block recipes, user buffers,
-CUDA graphs. What a GPU computes is not known from here.
+block `transformer_engine.pytorch` is the real thing: signatures, modules, parameters, recipes. Modules also run as far
+as Transformer Engine's reference quantizers carry them (`CustomRecipe`). Attention, fused activations and every native
+quantizer are mocks, so nothing here says what a GPU computes.
 
 On leaving everything is as before, so that no other test sees a GPU.
 """
@@ -27,9 +26,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-
-from tests.contract.te_kernels import KERNELS
 
 VERSION = "2.20.2"
 WHERE = Path(sys.prefix) / "contract"  # `make setup` puts it there: a bare wheel on the path would break its importers
@@ -68,8 +64,7 @@ def _extension() -> types.ModuleType:
     extension.FP8BwdTensors = _numbered("FP8BwdTensors", _BACKWARD)
     extension.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _FUSED)
     extension.ubuf_built_with_mpi = lambda: False
-    for name, kernel in KERNELS.items():
-        setattr(extension, name, kernel)
+    extension.rmsnorm_fwd, extension.rmsnorm_bwd = _rmsnorm_fwd, _rmsnorm_bwd
     used = {name for path in _wheel().glob("pytorch/**/*.py") for name in re.findall(r"\btex\.(\w+)", path.read_text())}
     for name in sorted(used):
         getattr(extension, name)  # now, for the wheel takes them over by `import *`
@@ -89,6 +84,23 @@ def _common() -> types.ModuleType:
     common.__spec__ = importlib.machinery.ModuleSpec("transformer_engine.common", None, is_package=True)
     common.load_framework_extension = lambda framework: None
     return common
+
+
+def _rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
+) -> tuple[Tensor, None, Tensor]:
+    assert out is None and quantizer is None and not zero_centered
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    return (wide * rstd[:, None] * weight.float()).to(x.dtype), None, rstd
+
+
+def _rmsnorm_bwd(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, margin: int, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    normed, scaled = x.float() * rstd[:, None], grad.float() * weight.float()
+    dx = rstd[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 
 
 def _missing() -> str | None:
@@ -143,10 +155,6 @@ def transformer_engine(capability: tuple[int, int] = (9, 0)) -> Iterator[types.M
         for name in ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm"):
             if "get_cublas_workspace" in vars(sys.modules[name]):
                 stack.enter_context(mock.patch.object(sys.modules[name], "get_cublas_workspace", mock.MagicMock()))
-        distributed = sys.modules["transformer_engine.pytorch.distributed"]
-        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # of the GPU, which draws nothing here
-            stack.enter_context(mock.patch.object(distributed, name, lambda *args, **rest: None))
-        stack.enter_context(_OnCpu())
         yield te
 
 
@@ -159,16 +167,6 @@ def _restore(before: dict[str, types.ModuleType]) -> None:
 
 def _is_theirs(name: str) -> bool:
     return name.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
-
-
-class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on the GPU come to be on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
 
 
 def _patches() -> list[Any]:

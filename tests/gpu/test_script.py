@@ -37,10 +37,11 @@ def test_dry_run_goes_the_whole_way(tmp_path):
         "delayed": "passed", "current": "passed"
     }  # fmt: skip
     assert "not multiply MXFP8's blocks" in recipes["mxfp8"]["reason"]
-    for name in ("train bf16", "train delayed native"):
+    for name in ("train bf16", "train delayed native", "train delayed auto"):
         assert parts[name]["status"] == "passed" and len(parts[name]["losses"]) == 6
         assert parts[name]["tokens_per_second"] > 0 and 0 < parts[name]["mfu_causal"] < parts[name]["mfu_full"]
         assert parts[name]["peak_memory_bytes"] > 0
+    assert parts["train delayed auto"]["backend"] == "emulated"
     assert parts["train delayed native"]["backend"] == "native" and parts["train delayed native"]["fp8_linears"] == 8
 
 

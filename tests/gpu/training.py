@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from megafp8.core import log
-from megafp8.core.errors import MegaError
+from megafp8.core.errors import ConfigError
 from megafp8.data.loader import Batch
+from megafp8.fp8.backends.hardware import hardware_of, refusal
+from megafp8.fp8.recipe import recipe
 from megafp8.models.activations import Workload
 from megafp8.models.cost import flops_per_token, num_parameters
 from megafp8.models.memory import memory_bytes as estimated_bytes
@@ -180,8 +182,10 @@ def main() -> int:
     figures, clock = Figures(args.out), Clock(args.seconds)
     try:
         train(args, figures, clock)
-    except MegaError as error:  # a recipe that this machine does not serve is refused, which is no failure
-        figures.put(status="skipped", reason=str(error))
+    except ConfigError as error:
+        # a recipe that this machine does not serve is refused, which is no failure; a refusal without cause is one
+        expected = args.backend == "te" or (args.recipe != "none" and refusal(recipe(args.recipe), hardware_of(None)))
+        figures.put(status="skipped" if expected else "error", reason=str(error))
     return 0
 
 

@@ -33,11 +33,13 @@ class Hardware:
         name: for messages.
         capability: of a CUDA device; None is a CPU.
         cuda: the version that torch was built for.
+        lacks_gemm: why torch has no FP8 GEMM for the device at all; empty if it has one.
     """
 
     name: str = "a CPU"
     capability: tuple[int, int] | None = None
     cuda: tuple[int, int] = (0, 0)
+    lacks_gemm: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -52,7 +54,9 @@ class Hardware:
 @functools.cache
 def _of(kind: str) -> Hardware:
     if kind != "cuda" or not torch.cuda.is_available():
-        return Hardware()
+        has = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+        why = "" if has else f"torch {torch.__version__} has no FP8 GEMM for a CPU, as later ones have"
+        return Hardware(lacks_gemm=why)
     major, minor = (int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return Hardware(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), (major, minor))
 
@@ -73,6 +77,8 @@ def scaling_kind(spec: TensorSpec) -> str:
 
 def refusal(recipe: Recipe, device: Hardware) -> str | None:
     """Why this device cannot multiply in this recipe by itself, or None."""
+    if device.lacks_gemm:
+        return device.lacks_gemm
     if not device.is_cpu and not device.multiplies_fp8:
         return f"{device.name} is SM {_dotted(device.capability)}, FP8 needs SM {_dotted(FP8_CAPABILITY)}"
     for gemm, roles in _GEMMS.items():

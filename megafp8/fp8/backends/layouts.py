@@ -27,13 +27,14 @@ def outer_major(scale_inv: torch.Tensor) -> torch.Tensor:
 
 def tiles_128(scale_inv: torch.Tensor) -> torch.Tensor:
     """Scales of 128x128 blocks, [R / 128, C / 128] fp32 -> [roundup(C / 128, 4), R / 128], strides (1, that)."""
-    return F.pad(scale_inv, (0, -scale_inv.shape[1] % TILE_COLUMNS)).t()
+    # contiguous, for the scales of a transpose come as a view, and where nothing is missing pad copies nothing
+    return F.pad(scale_inv, (0, -scale_inv.shape[1] % TILE_COLUMNS)).contiguous().t()
 
 
 def swizzle_32_4_4(scale_inv: torch.Tensor) -> torch.Tensor:
     """One-byte scales of 1x32 or 1x16 blocks, [R, B] -> flat, padded by zero bytes to whole 128 x 4 tiles."""
     rows, columns = scale_inv.shape
-    codes = F.pad(scale_inv.view(torch.uint8), (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    codes = F.pad(scale_inv.view(torch.uint8), (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)).contiguous()
     across = codes.shape[1] // TILE_COLUMNS
     tiles = codes.view(-1, TILE_ROWS // TILE_LANES, TILE_LANES, across, TILE_COLUMNS)
     # (tile row, r // 32, r % 32, tile column, c) -> (tile row, tile column, r % 32, r // 32, c)

@@ -42,12 +42,14 @@ def test_scales_of_1x128_blocks_run_along_the_outer_dim(rows, blocks):
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(2, 4), (3, 5), (1, 1), (6, 8), (2, 1)])
-def test_scales_of_128x128_blocks_start_each_row_at_16_bytes(rows, blocks):
+@pytest.mark.parametrize("transposed", [False, True])  # a weight's other operand comes as a view
+def test_scales_of_128x128_blocks_start_each_row_at_16_bytes(rows, blocks, transposed):
     """scaled_mm wants [L4, rows], strides (1, L4), L4 = blocks rounded up to 4."""
-    scales = torch.randn(rows, blocks)
+    scales = torch.randn(blocks, rows).t() if transposed else torch.randn(rows, blocks)
     laid = tiles_128(scales)
     padded = -(-blocks // 4) * 4
-    assert laid.shape == (padded, rows) and laid.stride() == (1, padded)
+    assert laid.shape == (padded, rows) and laid.stride(0) == 1
+    assert laid.stride(1) == padded or rows == 1
     for row in range(rows):
         for block in range(padded):
             want = scales[row, block].item() if block < blocks else 0.0

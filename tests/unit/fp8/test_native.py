@@ -142,6 +142,12 @@ def test_which_machine_multiplies_in_which_recipe(name):
         assert (reason is None) if not word else (reason is not None and word in reason), (machine, reason)
 
 
+def test_a_torch_without_a_gemm_for_a_cpu_is_said_so():
+    """torch 2.11 has `scaled_mm` on CUDA only."""
+    why = "torch 2.11.0 has no FP8 GEMM for a CPU"
+    assert refusal(recipe("delayed"), Hardware(lacks_gemm=why)) == why
+
+
 def test_every_recipe_has_a_row():
     assert set(REFUSALS) == set(recipe_names())
 
