@@ -101,8 +101,8 @@ class NarrowMoments:
         self.exp_avg_sq = {name: Moment.zeros(square, master) for name, master in masters.items()}
         self._first = {n: _first_of(layouts[n], mesh, m.device) for n, m in masters.items() if m.numel()}
         plain = update_kernel(mean, square)
-        device = next(iter(masters.values())).device.type if masters else "cpu"
-        self._kernel = _compiled(plain, device) if compiled else plain
+        self._device = next(iter(masters.values())).device if masters else torch.device("cpu")
+        self._kernel = _compiled(plain, self._device.type) if compiled else plain
 
     @property
     def num_bytes(self) -> int:
@@ -127,9 +127,10 @@ class NarrowMoments:
         """Take step number `step` (from 1) at rate `lr`, gradients times `grad_scale`, which they are left with."""
         if grad_scale != 1.0:
             torch._foreach_mul_([self._grads[name] for name in self._first], grad_scale)
-        numbers = {decays: self._numbers(step, lr, decays=decays) for decays in (True, False)}
+        numbers = {decays: self._numbers(step, lr, decays=decays).to(self._device) for decays in (True, False)}
+        seeds = [_int32(seed_for(0, "moments", name, step)) for name in self._first]
+        seed_of = dict(zip(self._first, torch.tensor(seeds, dtype=torch.int32).to(self._device).split(1), strict=True))
         for name, first in self._first.items():
-            seed = torch.tensor([_int32(seed_for(0, "moments", name, step))], dtype=torch.int32, device=first.device)
             mean, square = self.exp_avg[name], self.exp_avg_sq[name]
             tensors = (self._masters[name], self._grads[name], mean.data, square.data)
             rows = [blocks(tensor) for tensor in tensors]
@@ -139,8 +140,8 @@ class NarrowMoments:
                 master, grad, mean_data, square_data = (tensor[part] for tensor in rows)
                 exponents = [m.exponents[part] if m.form.scaled else m.exponents for m in (mean, square)]
                 self._kernel(
-                    master, grad, mean_data, exponents[0], square_data, exponents[1], first[part], seed,
-                    numbers[name in self._decays].to(first.device),
+                    master, grad, mean_data, exponents[0], square_data, exponents[1], first[part], seed_of[name],
+                    numbers[name in self._decays],
                 )  # fmt: skip
 
     def _numbers(self, step: int, lr: float, *, decays: bool) -> Tensor:

@@ -8,7 +8,7 @@ all ranks, and any cut of a tensor rounds it alike.
 
 Scales are powers of two: rounding then does not depend on the block, save for values far below its largest, and every
 value is a bf16 number, which is what a checkpoint holds. All arithmetic is elementwise fp32 and int32 that compilers
-vectorise; it must not be contracted to FMAs.
+vectorise; products in reading and rounding are exact, so that no contraction to FMAs changes them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def config_of(recipe: str, *, gather: bool = True, folder: str = "unused", **mor
         run={"dir": folder},
         model=more.get("model", SIZES),
         data={"sequence_length": 32},
-        train={"global_batch": 8, "micro_batch": 2, "compile": "off"},
+        train={"global_batch": 8, "micro_batch": 2, "compile": "off", **more.get("train", {})},
         optimizer={"lr": 1e-2, "schedule": "constant", "clip_grad": 1.0, **more.get("optimizer", {})},
         precision=precision | more.get("precision", {}),
         parallel={"dp": 2, "dp_shard": "optimizer", **more.get("parallel", {})},
@@ -180,6 +180,13 @@ def test_with_pipeline_stages():
     hold([pair("delayed", model=SIZES | {"num_layers": 4}, parallel={"pp": 2, **s}) for s in schedules], 4)
 
 
+@pytest.mark.slow
+def test_with_context_parallel_ranks_recompute_and_native_gemms():
+    cp = {"dp": 1, "cp": 2}
+    pairs = [pair("delayed", parallel=cp), pair("current", precision={"backend": "native"})]
+    hold([*pairs, pair("delayed", train={"recompute": "full"}), pair("delayed", train={"compile": "on"})], 2)
+
+
 def resume(rank: int, world: int, config: RunConfig) -> Values:
     parts = make_parts(config, world)
     parts.corpus = {"fingerprint": "made"}
@@ -196,9 +203,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
         assert not [n for n, t in again["state"].items() if not np.array_equal(t, whole["state"][n])]
 
 
-def watched(rank: int, world: int) -> Values:
-    """Statistics of a step, then one whose loss is not finite."""
-    parts = make_parts(config_of("delayed"), world)
+def watched(rank: int, world: int) -> list[Values]:
+    return [watch(config, world) for config in pair("delayed")]
+
+
+def watch(config: RunConfig, world: int) -> Values:
+    """Statistics of a step, then one whose loss is not finite, then two more."""
+    parts = make_parts(config, world)
     for step in (1, 2):
         train_step(parts, step, 1e-2)
     stats.arm(parts.fp8_states.values())
@@ -213,13 +224,16 @@ def watched(rank: int, world: int) -> Values:
     after = state_of(parts)
     losses = [train_step(parts, step, 1e-2).loss for step in (5, 6)]
     same = [n for n in before if not np.array_equal(before[n], after[n])]
-    return {"stats": seen, "origin": str(result.origin), "changed": same, "losses": losses}
+    return {"stats": seen, "origin": str(result.origin), "changed": same, "losses": losses, "state": state_of(parts)}
 
 
 def test_statistics_see_the_weight_and_a_failed_step_leaves_no_trace():
-    for found in run_ranks(watched, 2):
+    for found, plain in run_ranks(watched, 2):
         mse = [v for name, v in found["stats"].items() if name.endswith("out.weight.mse")]
         assert len(mse) == 2 and all(0 < value < 1e-3 for value in mse)
+        # the amax of weights counts in the step after the failed one, too
+        assert found["losses"] == plain["losses"]
+        assert not [n for n, t in found["state"].items() if not np.array_equal(t, plain["state"][n])]
         assert "weight of layers.1.mlp_norm" in found["origin"]  # not a weight that has only codes
         assert not found["changed"] and np.isfinite(found["losses"]).all()
 
