@@ -39,6 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model": {
                 "family": "llama", "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64,
                 "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 272, "max_sequence_length": LENGTH,
+                "init_std": 0.3,  # at 0.02 so small a model says the same of every token, in any arithmetic
             },
             "data": {
                 "train": [{"path": str(folder / "train")}], "valid": [{"path": str(folder / "valid")}],
@@ -70,7 +71,7 @@ def test_documents_judged_as_trained_are_what_the_run_saw(run, capsys):
     rounded = evaluate(run, "--save", "valid-bf16")
     assert rounded["arithmetic"] == "bf16"
     # the same weights without FP8's rounding of 2^-4: near, and not the same
-    assert 1e-5 < abs(rounded["document_loss_sums"][1] - kept["document_loss_sums"][1]) / record["tokens"] < 0.05
+    assert 1e-4 < abs(rounded["document_loss_sums"][1] - kept["document_loss_sums"][1]) / record["tokens"] < 0.05
     capsys.readouterr()
 
 
