@@ -85,6 +85,10 @@ def _precision_rows(config: RunConfig) -> list[tuple[str, str]]:
         recipe = plan[name]
         counts[recipe] = counts.get(recipe, 0) + 1
     shown = ", ".join(f"{n} in {precision.dtype if r == 'none' else 'FP8 ' + r}" for r, n in counts.items())
+    if "delayed" in plan.values() and precision.warmup_steps:
+        shown += f" (own scales in the first {precision.warmup_steps} steps)"
+    if precision.smooth_swiglu:
+        shown += ", Smooth-SwiGLU"
     router = ", routers in fp32" if config.model.moe.num_experts else ""
     return [("linear layers", f"{shown}; embedding, output layer and norms in {precision.dtype}{router}")]
 
