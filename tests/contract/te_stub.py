@@ -2,9 +2,10 @@
 
 The wheel `transformer-engine` holds Python only. `transformer_engine()` puts stand-ins for its compiled extension and
 its loader into `sys.modules`, and lets torch say that there is a GPU whose tensors lie on the CPU; inside the `with`
-block `transformer_engine.pytorch` is the real thing: signatures, modules, parameters, recipes. Modules also run as far
-as Transformer Engine's reference quantizers carry them (`CustomRecipe`). Attention, fused activations and every native
-quantizer are mocks, so nothing here says what a GPU computes.
+block `transformer_engine.pytorch` is the real thing: signatures, modules, parameters, recipes. Modules run, too, with
+Transformer Engine's reference quantizers (`CustomRecipe`) and with those of delayed and current scaling, for which
+te_kernels computes what the extension would. Everything else is a mock: fused attention, block recipes, user buffers,
+CUDA graphs. What a GPU computes is not known from here.
 
 On leaving everything is as before, so that no other test sees a GPU.
 """
@@ -26,6 +27,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.contract.te_kernels import KERNELS
 
 VERSION = "2.20.2"
 WHERE = Path(sys.prefix) / "contract"  # `make setup` puts it there: a bare wheel on the path would break its importers
@@ -64,8 +68,13 @@ def _extension() -> types.ModuleType:
     extension.FP8BwdTensors = _numbered("FP8BwdTensors", _BACKWARD)
     extension.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", _FUSED)
     extension.ubuf_built_with_mpi = lambda: False
-    extension.rmsnorm_fwd, extension.rmsnorm_bwd = _rmsnorm_fwd, _rmsnorm_bwd
-    used = {name for path in _wheel().glob("pytorch/**/*.py") for name in re.findall(r"\btex\.(\w+)", path.read_text())}
+    for name, kernel in KERNELS.items():
+        setattr(extension, name, kernel)
+    used = {
+        name
+        for path in _wheel().glob("pytorch/**/*.py")
+        for name in re.findall(r"\b(?:tex|ext)\.(\w+)", path.read_text())
+    }
     for name in sorted(used):
         getattr(extension, name)  # now, for the wheel takes them over by `import *`
     return extension
@@ -83,24 +92,15 @@ def _common() -> types.ModuleType:
     common.__path__ = [str(_wheel() / "common")]
     common.__spec__ = importlib.machinery.ModuleSpec("transformer_engine.common", None, is_package=True)
     common.load_framework_extension = lambda framework: None
+    common.decode_cudnn_version = lambda version: (9, 10, 0)
     return common
 
 
-def _rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
-) -> tuple[Tensor, None, Tensor]:
-    assert out is None and quantizer is None and not zero_centered
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    return (wide * rstd[:, None] * weight.float()).to(x.dtype), None, rstd
-
-
-def _rmsnorm_bwd(
-    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, margin: int, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    normed, scaled = x.float() * rstd[:, None], grad.float() * weight.float()
-    dx = rstd[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
+def missing() -> str | None:
+    """What has to be installed for the stub, and how; None: all is there."""
+    with mock.patch.object(sys, "path", [str(WHERE), *sys.path]):
+        reason = _missing()
+    return reason and f"{reason}; install it with {HOW}"
 
 
 def _missing() -> str | None:
@@ -131,10 +131,8 @@ def transformer_engine(capability: tuple[int, int] = (9, 0)) -> Iterator[types.M
 
     `te.pytorch.quantization`, `transformer_engine.common.recipe` and so on can be imported inside the block.
     """
-    with mock.patch.object(sys, "path", [str(WHERE), *sys.path]):
-        reason = _missing()
-    if reason:
-        pytest.skip(f"{reason}; install it with {HOW}")
+    if reason := missing():
+        pytest.skip(reason)
     with ExitStack() as stack:
         before = {name: module for name, module in sys.modules.items() if _is_theirs(name)}
         stack.callback(_restore, before)
@@ -155,6 +153,10 @@ def transformer_engine(capability: tuple[int, int] = (9, 0)) -> Iterator[types.M
         for name in ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm"):
             if "get_cublas_workspace" in vars(sys.modules[name]):
                 stack.enter_context(mock.patch.object(sys.modules[name], "get_cublas_workspace", mock.MagicMock()))
+        distributed = sys.modules["transformer_engine.pytorch.distributed"]
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # of the GPU, which draws nothing here
+            stack.enter_context(mock.patch.object(distributed, name, lambda *args, **rest: None))
+        stack.enter_context(_OnCpu())
         yield te
 
 
@@ -169,13 +171,24 @@ def _is_theirs(name: str) -> bool:
     return name.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
 
 
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on the GPU come to be on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
 def _patches() -> list[Any]:
     """What makes torch speak of a GPU; tensors stay where they are."""
     cuda = torch.cuda
     properties = types.SimpleNamespace(name="stub", major=9, minor=0, multi_processor_count=1, total_memory=1 << 30)
     return [
         mock.patch.object(cuda, "is_available", lambda: True),
-        mock.patch.object(cuda, "current_device", lambda: 0),
+        mock.patch.object(cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(cuda, "device_count", lambda: 1),
         mock.patch.object(cuda, "Stream", mock.MagicMock),
         mock.patch.object(cuda, "synchronize", lambda *a: None),
