@@ -35,4 +35,4 @@ if [ -z "$chosen" ]; then
     exit 2
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-exec "$chosen" -m tests.gpu.main "$@"
+exec "$chosen" tests/gpu/launch.py tests.gpu.main "$@"

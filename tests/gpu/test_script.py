@@ -55,6 +55,14 @@ def test_a_part_that_crashes_is_an_error_with_its_last_words(session):
     assert found["status"] == "error" and "No module named" in found["reason"] and "code 1" in found["reason"]
 
 
+def test_another_package_called_tests_is_in_nobodys_way(session, monkeypatch, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = session.run(main.Part("x", "tests.gpu.machine", 60, 5))
+    assert found["reason"].startswith("ended with code 0"), "a module that writes no figures, but was found"
+
+
 def test_a_part_that_hangs_is_killed_and_leaves_its_figures(session, monkeypatch, tmp_path):
     monkeypatch.setattr(main, "GRACE", 1.0)
     waits = tmp_path / "waits.py"
@@ -140,7 +148,7 @@ def _arguments(**changed):
                                  **changed})  # fmt: skip
 
 
-@pytest.mark.parametrize(("gib", "fits"), [(141, 8), (80, 4), (52, 2), (24, 1)])
+@pytest.mark.parametrize(("gib", "fits"), [(141, 4), (80, 4), (52, 2), (24, 1)])
 def test_the_micro_batch_follows_from_the_memory(gib, fits, monkeypatch):
     """27 GiB of model states, and about 6 GiB of activations a sequence."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * 2**30, gib * 2**30))
