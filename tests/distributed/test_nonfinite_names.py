@@ -141,6 +141,19 @@ def test_names_module_tensor_and_rank(group: str) -> None:
         assert (one.rank, *found) == (victim, *expected), str(one)
 
 
+def once(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """A fault that does not come back: seen, not found again, and the next step is taken."""
+    parts = make_parts(config_of({}, FP8), world)
+    faults = [NAN]
+    _module(parts, QKV).register_forward_hook(lambda m, args, out: _spoilt(out, faults.pop()) if faults else None)
+    broken = train_step(parts, 1, 1e-3)
+    return broken.finite, broken.origin is None, train_step(parts, 2, 1e-3).finite
+
+
+def test_a_fault_that_came_and_went_is_not_found() -> None:
+    assert run_ranks(once, 1) == [(False, True, True)]
+
+
 def watched(rank: int, world: int, mesh: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a step in order shows nothing, and whether being watched leaves its loss as it is, bit for bit."""
     config = config_of(mesh, other)

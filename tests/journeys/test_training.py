@@ -37,6 +37,7 @@ def test_learns_and_leaves_a_folder(config, tmp_path):
     assert facts["num_parameters"] > 0 and facts["peak_flops"] > 0 and "measured" in facts["peak_source"]
     stats = records(run, "fp8")[-1]["stats"]
     assert "layers.0.attention.qkv.input.underflows%" in stats and "layers.1.mlp.down.grad_output.scale" in stats
+    assert facts["fp8"] == {"gemms": 24, "fp8_gemms": 24, "recipes": {"delayed": 8}, "not_fp8": []}
     assert records(run, "eval")[-1]["perplexity"] == pytest.approx(2.718281828 ** records(run, "eval")[-1]["loss"])
     assert "iteration" in done.stderr and "no GPU" in done.stderr
     again = megafp8("pretrain", config, *overrides(train__steps=40, log__fp8_interval=10, precision__recipe="delayed"))
@@ -175,3 +176,7 @@ def test_nonfinite_loss_ends_with_its_own_code(config):
     done = megafp8("pretrain", config, *overrides(optimizer__lr=1e30, optimizer__clip_grad=0.0, train__steps=40,
                                                     train__max_nonfinite_steps=2), code=5)  # fmt: skip
     assert "not finite for 3 steps in a row" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "first not finite: " in last and " of layers." in last and "rank 0: " in last
+    skipped = [record for record in records(config.parent / "run", "event") if record["event"] == "skipped"]
+    assert len(skipped) == 3 and all(record["num_nan"] + record["num_inf"] > 0 for record in skipped)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megafp8.core.config import to_dict
 from megafp8.core.errors import ConfigError, NumericsError, ResourceError
@@ -129,3 +130,16 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run():
         "values; lower optimizer.lr" in str(caught.value)
     )
     assert guard.total == 5
+
+
+def test_tensorboard_has_fp8_statistics_and_where_a_step_broke(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path, enabled=True, tensorboard=True)
+    writer.write("fp8", 3, stats={"layers.0.mlp.down.input.mxfp8_underflows%": 0.5}, gemms=24, fp8_gemms=12)
+    writer.write("event", 4, event="skipped", origin="first not finite: output of layers.1.mlp")
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (point,) = events.Scalars("fp8/layers.0.mlp.down.input.mxfp8_underflows%")
+    assert (point.step, point.value) == (3, 0.5)
+    (text,) = events.Tensors("skipped/text_summary")
+    assert text.step == 4 and text.tensor_proto.string_val[0] == b"first not finite: output of layers.1.mlp"
