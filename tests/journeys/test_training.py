@@ -177,6 +177,6 @@ def test_nonfinite_loss_ends_with_its_own_code(config):
                                                     train__max_nonfinite_steps=2), code=5)  # fmt: skip
     assert "not finite for 3 steps in a row" in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert "first not finite: " in last and " of layers." in last and "rank 0: " in last
+    assert "first not finite: " in last and ", micro-batch 0, rank 0: " in last
     skipped = [record for record in records(config.parent / "run", "event") if record["event"] == "skipped"]
     assert len(skipped) == 3 and all(record["num_nan"] + record["num_inf"] > 0 for record in skipped)
