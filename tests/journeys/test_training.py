@@ -58,6 +58,18 @@ def test_two_processes_equal_one(config, data, tmp_path, mesh):
         torch.testing.assert_close(b[name], tensor, rtol=1e-7, atol=1e-9)
 
 
+def test_goes_on_in_fp8_where_that_is_meant(config, tmp_path):
+    megafp8("pretrain", config, *overrides(train__steps=4))
+    words = overrides(train__steps=8, precision__recipe="delayed", precision__warmup_steps=2)
+    done = megafp8("pretrain", config, *words, code=2)
+    assert "precision.recipe was 'none', is 'delayed'" in done.stderr and "change_precision = true" in done.stderr
+    done = megafp8("pretrain", config, *words, *overrides(checkpoint__change_precision="true"))
+    assert "FP8 state starts afresh" in done.stderr and "warm-up until step 6" in done.stderr
+    assert len(losses(tmp_path / "run")) == 8
+    states = load_tensors(latest(tmp_path / "run/checkpoints"), "fp8.")
+    assert states and all((tensor != 1).all() for name, tensor in states.items() if name.endswith("scale"))
+
+
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
 def test_stopped_and_resumed_is_bit_equal(config, data, tmp_path, recipe, how):
