@@ -19,5 +19,5 @@ class CheckpointConfig:
         int, Field(ge=0, description="also keep checkpoints whose step is a multiple of this for ever; 0 = none")
     ] = 0
     change_precision: Annotated[
-        bool, Field(description="go on though [precision] is another than the run began with; FP8 state is converted")
+        bool, Field(description="go on though [precision] or the moments' dtypes are others than the run began with")
     ] = False

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,6 +104,8 @@ class NarrowMoments:
         plain = update_kernel(mean, square)
         self._device = next(iter(masters.values())).device if masters else torch.device("cpu")
         self._kernel = _compiled(plain, self._device.type) if compiled else plain
+        chosen: dict[str, Any] = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
+        event(_log, "optimizer kernel", kernel="narrow", **chosen, compiled=self._kernel is not plain)
 
     @property
     def num_bytes(self) -> int:

@@ -21,10 +21,12 @@ _FREE = (
     "train.recompute", "train.recompute_layers", "train.recompute_modules",
     "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
     "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "optimizer.kernel",
+    "precision.fp8_param_gather",
 )  # fmt: skip
 
 # and with checkpoint.change_precision; its dtype is that of the weights
 _FREE_PRECISION = tuple(f"precision.{field.name}" for field in fields(PrecisionConfig) if field.name != "dtype")
+_FREE_PRECISION += ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype")
 
 
 def prepare(config: RunConfig) -> None:

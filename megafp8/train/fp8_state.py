@@ -65,6 +65,7 @@ def restore(parts: Parts, path: Path, meta: Mapping[str, Any], loaded: Mapping[s
     mine = {f"{PREFIX}{module}.{name}": module for module, state in states for name in state.tensors()}
     before = to_dict(PrecisionConfig()) | meta["config"]["precision"]
     now = to_dict(parts.config)["precision"]
+    before["fp8_param_gather"] = now["fp8_param_gather"]  # which changes no number
     changed: dict[str, Any] = {key: f"{before[key]} -> {now[key]}" for key in now if before[key] != now[key]}
     old = _precision_of(before, path, needed=bool(stored and mine and changed))
     owed = _delayed_in(parts, old) if old is not None else set()

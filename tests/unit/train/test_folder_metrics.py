@@ -36,7 +36,8 @@ def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
 
 def test_length_logging_and_ranks_may_change(tmp_path):
     folder.prepare(_config(tmp_path))
-    folder.prepare(_config(tmp_path, "--train.steps", "900", "--parallel.tp", "2", "--log.interval", "1"))
+    free = ["--train.steps", "900", "--parallel.tp", "2", "--log.interval", "1", "--precision.fp8_param_gather", "true"]
+    folder.prepare(_config(tmp_path, *free))
     assert folder.changes(to_dict(_config(tmp_path)), to_dict(_config(tmp_path, "--run.seed", "7"))) == {
         "run.seed": (1234, 7)
     }
@@ -53,6 +54,10 @@ def test_another_precision_is_refused_unless_it_is_meant(tmp_path):
             folder.prepare(_config(tmp_path, *meant, *also))
     folder.prepare(_config(tmp_path, *meant))
     folder.prepare(_config(tmp_path, *other))  # it is a run in this precision now
+    moments = [*other, "--optimizer.exp_avg_sq_dtype", "fp8"]
+    with pytest.raises(ConfigError, match=r"exp_avg_sq_dtype was 'fp32', is 'fp8'.*change_precision = true"):
+        folder.prepare(_config(tmp_path, *moments))
+    folder.prepare(_config(tmp_path, *moments, "--checkpoint.change_precision", "true"))
 
 
 def test_a_folder_of_an_older_version_lacks_keys_that_stand_at_their_default(tmp_path):
