@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import parallel_step, scaling, train_step
+from benchmarks import fp8_quantizers, fp8_step, parallel_step, scaling, train_step
 
 
 def main() -> int:
     """Run them one after the other; 0 if all ran."""
     print("training step: 8 layers, hidden 512, sequence 512, micro-batch 4, BF16 and FP8 (docs/performance.md)")
     failed = train_step.main(["--fp8", *sys.argv[1:]])
+    print("\nthe step in every FP8 recipe, and with statistics on")
+    failed = fp8_step.main([]) or failed
+    print("\nFP8 quantizers, compiled against as written")
+    failed = fp8_quantizers.main([]) or failed
     print("\nthe same model on two processes, 8 sequences a step")
     failed = parallel_step.main(sys.argv[1:]) or failed
     print("\nhow the cost of a step grows")
