@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+_CLEAR = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 _BAR, _BOUND = "#1f5fa8", "#b03030"
 
 
@@ -40,8 +41,8 @@ def draw_quantizers(rows: Mapping[str, Mapping[str, Any]], least: float, path: P
 
 def _bars(panel: Axes, names: list[str], values: list[float], bound: float, form: str) -> None:
     bars = panel.barh(names, values, color=_BAR, height=0.6)
-    panel.bar_label(bars, [form.format(v) for v in values], padding=4, fontsize=9)
     panel.axvline(bound, color=_BOUND, linewidth=1.2)
+    panel.bar_label(bars, [form.format(v) for v in values], padding=4, fontsize=9, bbox=_CLEAR)
     panel.invert_yaxis()
     panel.margins(x=0.18)
     panel.spines[["top", "right"]].set_visible(False)

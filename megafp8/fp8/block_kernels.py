@@ -206,6 +206,24 @@ def hadamard_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
     return result, _magnitude(result).amax().reshape(1)
 
 
+def extremes_kernel(block: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    """(x [n], or [R, C] for blocks of more than one row) -> smallest and largest amax of its blocks, fp32 [2].
+
+    Blocks of zeros or with a NaN are left out: infinity and 0 if all are.
+    """
+    height, width = block
+
+    def extremes(x: Tensor) -> Tensor:
+        if height == 1:
+            amax = x.view(-1, width).abs().amax(1)
+        else:
+            amax = x.view(x.shape[0] // height, height, x.shape[1] // width, width).abs().amax((1, 3))
+        found = amax.float()
+        return torch.stack([torch.where(found > 0, found, torch.inf).amin(), torch.where(found > 0, found, 0.0).amax()])
+
+    return extremes
+
+
 def _magnitude(x: Tensor) -> Tensor:
     magnitude = x.float().abs()
     return torch.where(magnitude == magnitude, magnitude, 0.0)

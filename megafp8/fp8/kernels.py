@@ -94,6 +94,7 @@ class Kernels:
         self._compiled = compiled
         self._made: dict[tuple[TensorSpec, Callable[..., Any]], Callable[..., Any]] = {}
         self._made_blocks: dict[tuple[TensorSpec, torch.dtype, bool], Callable[..., Any]] = {}
+        self._extremes: dict[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]] = {}
         self._amax = _compile(_amax) if compiled else _amax
         self._rescale = _compile(_rescale_) if compiled else _rescale_
         self._rescale_bias = _compile(_rescale_bias_) if compiled else _rescale_bias_
@@ -119,6 +120,15 @@ class Kernels:
     def amaxes(self, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """NVFP4: the amaxes fp32 [2] of what the two orientations of `x` [R, C] are quantized from."""
         return torch.cat([self.amax(x), self._columns(x)[1] if spec.hadamard else self.amax(x)])
+
+    def block_extremes(self, x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+        """Smallest and largest amax of the blocks of `x` [R, C] (not empty): see `block_kernels.extremes_kernel`."""
+        padded = _matrix(x, block)
+        if block not in self._extremes:
+            kernel = block_kernels.extremes_kernel(block)
+            name = f"extremes_{block[0]}_{block[1]}"
+            self._extremes[block] = _compile_alone(kernel, name) if self._compiled else kernel
+        return self._extremes[block](_vector(padded, marked=True) if block[0] == 1 else padded)
 
     def quantize_blocks(
         self,

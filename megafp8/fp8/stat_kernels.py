@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from megafp8.fp8.blocks import block_amax, mx_scales, nvfp4_scales, quantize_blocks
+from megafp8.fp8.blocks import mx_scales, nvfp4_scales, quantize_blocks
 from megafp8.fp8.formats import E2M1, E8M0, UE4M3
 from megafp8.fp8.kernels import compiled_kernels, eager_kernels
 from megafp8.fp8.quantized import Operand
@@ -55,12 +55,6 @@ def _tally(x: Tensor, values: Tensor, factor: Tensor, edge: Tensor, inverse: Ten
     return torch.cat([*sums, amax.amax().reshape(1), inverse])
 
 
-def _extremes(x: Tensor) -> Tensor:
-    """Smallest and largest amax of the rows, fp32 [2]; rows of zeros or with a NaN left out: infinity and 0 if all."""
-    amax = x.abs().amax(1).float()
-    return torch.stack([torch.where(amax > 0, amax, torch.inf).amin(), torch.where(amax > 0, amax, 0.0).amax()])
-
-
 @functools.cache
 def _compiled(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(kernel, dynamic=True, fullgraph=True)
@@ -72,15 +66,12 @@ def _inverse_scales(x: Tensor, spec: TensorSpec, factor: Tensor, compiled: bool)
     An operand with values in the place of codes has no block scales any more; they rise with the amax.
     """
     assert spec.block is not None
-    rows, columns = spec.block
     flat = x.reshape(-1, x.shape[-1])
     if spec.four_over_six is not None:  # each block has chosen between two scales: made again
         made = quantize_blocks(flat, replace(spec, stochastic=False)).scale_inv.float()
         return torch.stack([torch.where(made > 0, made, torch.inf).amin(), made.amax()]) * factor
-    if rows == 1 and compiled and flat.shape[1] % columns == 0 and flat.numel() > columns:
-        amax = _compiled(_extremes)(_rows(flat, columns))
-    else:
-        amax = _extremes(block_amax(flat, spec.block).reshape(-1, 1))
+    kernels = compiled_kernels() if compiled else eager_kernels()
+    amax = kernels.block_extremes(flat, spec.block)
     amax = torch.where(torch.isinf(amax[:1]), amax[1:], amax)  # nothing but zeros, or one infinite block
     if spec.scale_format == UE4M3:
         _, stored = nvfp4_scales(amax, factor * (UE4M3.max * E2M1.max))
