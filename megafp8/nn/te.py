@@ -90,6 +90,7 @@ class TELayers(OwnLayers):
         super().__init__(shape, mesh=mesh, dtype=dtype, states={}, compiled=compiled)
         self.maker = maker
         self.states = maker.states  # type: ignore[assignment]
+        self._front: nn.Module | None = None  # the norm that was made last: it stands before what is made next
 
     @contextmanager
     def surround(self) -> Iterator[None]:
@@ -127,6 +128,7 @@ class TELayers(OwnLayers):
         kind = EngineRMSNorm if s.norm == "rmsnorm" else EngineLayerNorm
         made = kind(s.hidden_size, eps=s.norm_eps, mesh=self.mesh, dtype=self.dtype, kernels=self.kernels)
         made.use(self.maker.norm(s.hidden_size, s.norm_eps), lazy=True)
+        self._front = made
         return made
 
     def attention(self, name: str) -> nn.Module:
@@ -157,6 +159,7 @@ class TELayers(OwnLayers):
         part = maker.layernorm_mlp(
             name, s.hidden_size, s.ffn_hidden_size, names=names, activation=s.activation, bias=s.mlp_bias
         )
+        part.norm = self._front
         return EngineMLP(
             (first, super()._column(names[0], parts, bias=s.mlp_bias)),
             super()._row(names[1], s.ffn_hidden_size, bias=s.mlp_bias),
@@ -210,11 +213,9 @@ class TELayers(OwnLayers):
         outputs = prod(parts)
         if rows is not None:  # of the rows that this rank has: Transformer Engine divides by tp again
             outputs = sum(part.stop - part.start for part in rows) * self.mesh.size("tp")
-        made.use(
-            self.maker.linear(name, made.weight.shape[-1], outputs, "column", bias=bias, normed=normed),
-            normed=normed,
-            quantized=self._holds_quantized(name) and rows is None,
-        )
+        part = self.maker.linear(name, made.weight.shape[-1], outputs, "column", bias=bias, normed=normed)
+        part.norm = self._front if normed else None
+        made.use(part, normed=normed, quantized=self._holds_quantized(name) and rows is None)
         return made
 
     def _row(self, name: str, in_features: int, *, bias: bool = False) -> EngineRow:
@@ -295,7 +296,6 @@ def maker_for(
         delays,
     )
     maker.start_buffers(tokens, shape.hidden_size)
-    first = "scales begin at 1: Transformer Engine has no warm-up" if recipe and recipe.new_state("meta") else "as ever"
     name = used[0] if used else "none"
-    event(_logger, "layers", by="te", version=version("transformer-engine"), recipe=name, first_steps=first)
+    event(_logger, "layers", by="te", version=version("transformer-engine"), recipe=name)
     return maker

@@ -85,7 +85,7 @@ class EngineColumn(ColumnLinear):
         assert rebuild is None, "Transformer Engine's modules keep their inputs themselves"
         if not self.normed:
             return self.part(plain(x))
-        self.part.bind_norm(x.norm)
+        assert x.norm is self.part.norm
         return self.part(x.x)
 
 
@@ -133,5 +133,5 @@ class EngineMLP(nn.Module):
     def forward(self, y: Normed, context: Context, rebuild: Rebuild | None = None) -> Tensor:
         """The `Normed` of x [S or S/tp, B, H] -> the MLP's branch of that shape."""
         assert rebuild is None, "Transformer Engine's modules keep their inputs themselves"
-        self.part.bind_norm(y.norm)
+        assert y.norm is self.part.norm
         return self.part(y.x)

@@ -161,12 +161,14 @@ class Part:
         caches: pass `is_first_microbatch`, so that a weight is quantized once a step.
 
     Attributes:
+        norm: the model's module in front, whose parameters the Transformer Engine module computes with, if it does.
         graphed: the module as a CUDA graph, if it was captured.
     """
 
     def __init__(self, inner: Any, *, fuse: bool, delays: bool, caches: bool) -> None:
         self.inner, self.loans = inner, list[Loan]()
         self.fuse, self.delays, self.caches = fuse, delays, caches
+        self.norm: nn.Module | None = None
         self.graphed: Callable[..., Tensor] | None = None
         self.quantized = False  # whether its GEMMs are
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of each call
@@ -178,24 +180,24 @@ class Part:
         if getattr(owner, name) is not None:
             self.loans.append(Loan(owner, name, self.inner, inner_names, **how))
 
-    def bind_norm(self, norm: nn.Module) -> None:
-        """The norm in front is this one: its parameters are the module's, and get their gradients through autograd."""
-        for name in ("weight", "bias"):
-            parameter = getattr(norm, name, None)
-            if self.inner._parameters.get(f"layer_norm_{name}") is not parameter:
-                self.inner._parameters[f"layer_norm_{name}"] = parameter
-
     def renew(self) -> None:
         """The parameters have new values: the next pass quantizes them again."""
         self._fresh = True
 
     def prepare(self) -> None:
         """Lend what is needed for a pass to come."""
+        if self._has_no_memory():
+            self.inner.reset_parameters()  # quantized weights of its own, on the current device; nothing is lent yet
         for loan in self.loans:
-            if loan.quantized and not loan.parameter.is_meta and any(p.is_meta for p in self.inner.parameters()):
-                self.inner.reset_parameters()  # memory for the quantized weights, on the current device
             loan.lend(fuse=self.fuse, changed=self._fresh)
         self.inner.fuse_wgrad_accumulation = any(loan.fused for loan in self.loans)
+        for name in ("weight", "bias") if self.norm is not None else ():
+            # its gradients come through autograd, so it is no loan
+            self.inner._parameters[f"layer_norm_{name}"] = getattr(self.norm, name, None)
+
+    def _has_no_memory(self) -> bool:
+        own = [(loan, self.inner._parameters[name]) for loan in self.loans for name in loan.inner_names]
+        return any(loan.quantized and leaf.is_meta and not loan.parameter.is_meta for loan, leaf in own)
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """The module's output for x and more arguments of its own."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from megafp8.checkpoint import load, save
 from megafp8.core.config import build as make
+from megafp8.core.layout import Layout
 from megafp8.fp8.linear import update_states
 from megafp8.models.builder import build, build_stages
 from megafp8.models.config import ModelConfig
@@ -95,8 +98,12 @@ def buckets_of(model: Decoder) -> GradBuckets:
     return GradBuckets(list(model.named_parameters()), Mesh.single())
 
 
+def live_state(model: Decoder) -> dict[str, Tensor]:
+    return {f"{n}.{k}": t for n, s in model.fp8_states.items() for k, t in s.tensors().items()}
+
+
 def state_of(model: Decoder) -> dict[str, Tensor]:
-    return {f"{n}.{k}": t.clone() for n, s in model.fp8_states.items() for k, t in s.tensors().items()}
+    return {name: tensor.clone() for name, tensor in live_state(model).items()}
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["Linear", "LayerNormLinear"])
@@ -207,21 +214,23 @@ def test_evaluation_leaves_no_trace() -> None:
     assert step(model, one, (2,)) == step(other, two, (2,))
 
 
-def test_a_checkpoints_state_goes_on_bit_for_bit() -> None:
-    """Also from a model of our own layers: the names and shapes are theirs."""
+def test_a_checkpoints_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Through files; also into a model of our own layers: the names and shapes are theirs."""
     config = replace(make(ModelConfig, preset("tiny_mixtral")), num_layers=2)
     trained = engine(config, "delayed")
     buckets = buckets_of(trained)
     step(trained, buckets, (1, 2))
+    saved = live_state(trained)
+    layouts = {name: Layout(tuple(tensor.shape)) for name, tensor in saved.items()}
+    path = save(tmp_path, 1, saved, layouts, Mesh.single(), {"step": 1})
     resumed = engine(config, "delayed")
     own, _ = models("tiny_mixtral", "delayed")
     for model in (resumed, own):
-        live = {f"{n}.{k}": t for n, s in model.fp8_states.items() for k, t in s.tensors().items()}
-        saved = state_of(trained)
-        assert live.keys() == saved.keys()
+        live = live_state(model)
+        assert {name: t.shape for name, t in live.items()} == {name: t.shape for name, t in saved.items()}
         with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
+            load(path, live, layouts, Mesh.single())
+        assert all(torch.equal(live[name], saved[name]) for name in saved)
         for state in model.fp8_states.values():
             state.drop_weight_cache()
     assert step(trained, buckets, (3,)) == step(resumed, buckets_of(resumed), (3,))
@@ -255,3 +264,38 @@ def test_layers_in_bf16_stay_out_of_autocast(te: Any) -> None:
     assert quantized == {"0": False, "1": True}
     assert {name.split(".")[1] for name in model.fp8_states} == {"1"}
     assert all(float(t) != 1 for n, t in state_of(model).items() if n.endswith("scale"))  # and all are updated
+
+
+def test_quantized_weights_follow_the_parameters(te: Any) -> None:
+    """`quantized_model_init`: the modules hold codes, filled from the parameters after each step."""
+    config = replace(make(ModelConfig, preset("tiny_llama")), num_layers=2)
+    plain, quantized = engine(config, "current"), engine(config, "current", replace(PARTS, quantized_model_init=True))
+    pairs = [(model, buckets_of(model)) for model in (plain, quantized)]
+    for seed in (1, 2):
+        losses = [step(model, buckets, (seed,)) for model, buckets in pairs]
+        assert losses[0] == losses[1]
+        for (name, a), b in zip(grads(plain).items(), grads(quantized).values(), strict=True):
+            assert torch.equal(a, b), name
+        for model, _ in pairs:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+    weight = quantized.layers[0].attention.out.part.inner.weight
+    assert type(weight).__name__ == "Float8Tensor" and weight.shape == quantized.layers[0].attention.out.weight.shape
+
+
+def test_graphs_are_captured_for_the_shapes_of_a_micro_batch(te: Any) -> None:
+    config = replace(make(ModelConfig, preset("tiny_llama")), num_layers=2)
+    model = engine(config, "delayed", replace(PARTS, cuda_graphs=True))
+    buckets_of(model)
+    captured = mock.create_autospec(te.make_graphed_callables, side_effect=lambda modules, samples, **more: modules)
+    with mock.patch.object(te, "make_graphed_callables", captured):
+        model.ready(2, 32)
+    [call] = captured.call_args_list
+    modules, samples = call.args
+    assert len(modules) == len(samples) == 4 * config.num_layers
+    for module, (sample,) in zip(modules, samples, strict=True):
+        assert sample.shape == (32, 2, module.in_features)
+        assert module.weight.main_grad.dtype == torch.float32
+    assert call.kwargs["enabled"] == (True,) * len(modules) and call.kwargs["recipe"].delayed()
+    assert step(model, GradBuckets([], Mesh.single()), (1,))  # and they are called in the modules' place
