@@ -44,6 +44,8 @@ def two_steps(rank: int, world: int, name: str, sizes: dict[str, Any], engine: b
 
 def _two_steps(world: int, name: str, sizes: dict[str, Any], backend: Any) -> tuple[list[float], Any, Any]:
     config = replace(make(ModelConfig, preset(name)), num_layers=2, ffn_hidden_size=192)
+    kv_heads = sizes.pop("kv_heads", config.num_kv_heads)
+    config = replace(config, num_kv_heads=kv_heads)
     mesh = build_mesh(ParallelConfig(**sizes), world, kv_heads=config.num_kv_heads)
     precision = PrecisionConfig(
         recipe="delayed", backend=backend, emulation="exact", warmup_steps=0, te=TEConfig(layernorm_mlp=False)
@@ -73,10 +75,10 @@ def _two_steps(world: int, name: str, sizes: dict[str, Any], backend: Any) -> tu
     ("name", "sizes"),
     [
         ("tiny_llama", {"tp": 2, "sequence_parallel": True}),
-        ("tiny_llama", {"tp": 2, "sequence_parallel": False}),
+        ("tiny_llama", {"tp": 2, "sequence_parallel": False, "kv_heads": 1}),
         ("tiny_mixtral", {"dp": 2, "ep": 2}),
     ],
-    ids=["tp with sequence parallel", "tp", "experts"],
+    ids=["tp with sequence parallel", "tp with one kv head", "experts"],
 )
 def test_ranks_compute_as_ours(name: str, sizes: dict[str, Any]) -> None:
     if reason := missing():
