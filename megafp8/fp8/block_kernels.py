@@ -17,12 +17,12 @@ import torch
 from megafp8.fp8.blocks import (
     HADAMARD_DIM,
     HADAMARD_SIGNS,
-    block_amax,
     decode_blocks,
     hadamard,
     mx_scales,
     nvfp4_tensor_scale,
     quantize_blocks,
+    tensor_factor,
 )
 from megafp8.fp8.formats import E2M1, E8M0, UE4M3, noise_keys, noise_of, rounder, stochastic_rounder
 from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, scale_from_amax, scale_inverse
@@ -38,12 +38,10 @@ class BlockValues(NamedTuple):
         values: [R, C], or [C, R] of the column-wise copy; bf16 for a bf16 `x`, which holds them exactly (down to its
             own subnormals), else fp32, as where a block's scale is any number.
         scale_inv: fp32 [1], the factor of the whole tensor: 1, or NVFP4's amax / (6 * 448).
-        amax: fp32 [1], of what was quantized (after the Hadamard transform, where there is one).
     """
 
     values: Tensor
     scale_inv: Tensor
-    amax: Tensor
 
 
 def block_values(
@@ -65,11 +63,7 @@ def block_values(
     made = quantize_blocks(side, spec, tensor_amax=tensor_amax, seed=seed)
     # without NVFP4's factor, which follows the GEMM
     values = decode_blocks(made.codes, made.scale_inv, None, spec, columns=side.shape[1])
-    amax = made.tensor_amax
-    if amax is None:
-        found = block_amax(side, spec.block)
-        amax = found.amax().reshape(1) if found.numel() else found.new_zeros(1)
-    return BlockValues(values.to(values_dtype(x.dtype, spec)), tensor_factor(spec, amax), amax)
+    return BlockValues(values.to(values_dtype(x.dtype, spec)), tensor_factor(made.tensor_amax, spec, x.device))
 
 
 def values_dtype(dtype: torch.dtype, spec: TensorSpec) -> torch.dtype:
@@ -77,13 +71,8 @@ def values_dtype(dtype: torch.dtype, spec: TensorSpec) -> torch.dtype:
     return torch.bfloat16 if spec.exact_in_bf16 and dtype == torch.bfloat16 else torch.float32
 
 
-def tensor_factor(spec: TensorSpec, amax: Tensor) -> Tensor:
-    """What all values are multiplied by, fp32 [1]: see `quantized.tensor_factor`."""
-    return amax / (E2M1.max * spec.block_scale_max) if spec.two_level else torch.ones_like(amax)
-
-
 def rowwise_kernel(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
-    """(x [n], *extra) -> values, block amaxes, and more that is not to be used; n a multiple of B.
+    """(x [n], *extra) -> values, and more that is not to be used; n a multiple of B.
 
     The values lie in memory as `x` does, in whatever shape: torch.compile does not see that n // B * B is n, and would
     copy them into another.

@@ -153,6 +153,16 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return (sums.view(rows, columns) * 0.25).to(x.dtype)
 
 
+def tensor_factor(tensor_amax: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """What NVFP4's block scales count in, fp32 [1]; 1 for other formats.
+
+    Source: Transformer Engine 2.20 common/recipe/nvfp4.cu, the GEMM's alpha: amax / (6 * 448) a side.
+    """
+    if tensor_amax is None:
+        return torch.ones(1, dtype=torch.float32, device=device)
+    return tensor_amax / (E2M1.max * spec.block_scale_max)
+
+
 def tensor_amax_of(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude, fp32 [1], NaN ignored as by the device's fmaxf; 0 for an empty tensor."""
     return _magnitude(x).amax().reshape(1) if x.numel() else torch.zeros(1, device=x.device)

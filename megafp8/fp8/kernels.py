@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import block_kernels
-from megafp8.fp8.blocks import HADAMARD_DIM, hadamard
+from megafp8.fp8.blocks import HADAMARD_DIM, hadamard, tensor_factor
 from megafp8.fp8.formats import Format, cast, rounder
 from megafp8.fp8.recipe import TensorSpec, scale_from_amax, scale_inverse
 
@@ -154,7 +154,10 @@ class Kernels:
             x, amax = self._columns(x)
         elif spec.two_level and tensor_amax is None:
             amax = self.amax(x)
-        tensor_amax = amax if tensor_amax is None and spec.two_level else tensor_amax
+        if not spec.two_level:
+            tensor_amax = None
+        elif tensor_amax is None:
+            tensor_amax = amax
         extra = [] if tensor_amax is None else [tensor_amax]
         if spec.stochastic:
             assert seed is not None, "stochastic rounding needs a seed"
@@ -162,13 +165,12 @@ class Kernels:
         padded = _matrix(x, block[::-1] if columnwise else block)
         kernel = self._block_kernel(spec, x.dtype, columnwise)
         if columnwise or block[0] > 1:
-            values, found, *_ = kernel(padded, *extra)
+            values, *_ = kernel(padded, *extra)
         else:
-            values, found, *_ = kernel(_vector(padded, marked=True), *extra)
+            values, *_ = kernel(_vector(padded, marked=True), *extra)
         values = values.view(padded.shape)[: x.shape[0], : x.shape[1]]
-        amax = found.amax().reshape(1) if tensor_amax is None else tensor_amax
-        factor = block_kernels.tensor_factor(spec, amax)
-        return block_kernels.BlockValues(values.t() if columnwise else values, factor, amax)
+        factor = tensor_factor(tensor_amax, spec, x.device)
+        return block_kernels.BlockValues(values.t() if columnwise else values, factor)
 
     def rescale_(
         self,

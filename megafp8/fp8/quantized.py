@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafp8.fp8.blocks import BlockCodes, decode_blocks, hadamard, quantize_blocks
+from megafp8.fp8.blocks import BlockCodes, decode_blocks, hadamard, quantize_blocks, tensor_factor
 from megafp8.fp8.formats import E2M1, Format, pack_e2m1, table, unpack_e2m1
 from megafp8.fp8.kernels import amax_of, encode, scaler
 from megafp8.fp8.recipe import TensorSpec, scale_inverse
@@ -140,16 +140,6 @@ class Operand:
         values = table(self.format).to(codes.device, self.data.dtype)
         data = values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
         return replace(self, data=data)
-
-
-def tensor_factor(tensor_amax: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """What NVFP4's block scales count in, fp32 [1]; 1 for other formats.
-
-    Source: Transformer Engine 2.20 common/recipe/nvfp4.cu, the GEMM's alpha: amax / (6 * 448) a side.
-    """
-    if tensor_amax is None:
-        return torch.ones(1, dtype=torch.float32, device=device)
-    return tensor_amax / (E2M1.max * spec.block_scale_max)
 
 
 def _blocks(span: slice, size: int) -> slice:
