@@ -201,7 +201,8 @@ class Maker:
 
     def _initialize(self, inner: Any, num_gemms: int) -> None:
         if not inner.fp8_initialized:
-            with torch.no_grad(), self.autocast():  # no gradients: leaving this must not count as a micro-batch
+            # no gradients: leaving this must not count as a micro-batch; and its tensors outlive a pass of inference
+            with torch.inference_mode(False), torch.no_grad(), self.autocast():
                 inner.init_fp8_metadata(num_gemms=num_gemms)
 
     def _tp(self) -> dict[str, Any]:

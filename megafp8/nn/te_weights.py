@@ -77,7 +77,8 @@ class Loan:
                 with torch.no_grad():
                     leaf.copy_(view)
             elif leaf.data_ptr() != view.data_ptr() or leaf.device != view.device:
-                leaf = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                with torch.inference_mode(False):  # it outlives a pass of inference
+                    leaf = nn.Parameter(view, requires_grad=parameter.requires_grad)
                 self.inner._parameters[inner_name] = leaf
             if not getattr(leaf, "lent", False):
                 leaf.lent = True
