@@ -112,7 +112,7 @@ class Fused:
         return self._made[key]
 
     def _guarded(self, plain: _Function, key: tuple[TensorSpec, bool]) -> Callable[..., Any]:
-        compiled = torch.compile(_own_code(plain), dynamic=True, fullgraph=True, options=EAGER_NUMERICS)
+        compiled = torch.compile(_own_code(plain), fullgraph=True, options=EAGER_NUMERICS)
 
         def call(*args: Any) -> tuple[torch.Tensor, ...]:
             try:
@@ -146,9 +146,16 @@ def _own_code(function: _Function) -> _Function:
 
 
 def _baseless(x: torch.Tensor) -> torch.Tensor:
-    """`x` over the same memory, no view in autograd's books: torch.compile guards on the shape of a view's base."""
+    """`x` over the same memory, no view in autograd's books: torch.compile guards on the shape of a view's base.
+
+    Its dims are marked as varying, so that one compilation serves all sizes; `dynamic=True` would make variables of the
+    block's sides and the formats' limits too.
+    """
     dense = x.detach().contiguous()
-    return dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
+    plain = dense.new_empty(0).set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
+    for dim in range(plain.dim()):
+        torch._dynamo.maybe_mark_dynamic(plain, dim)
+    return plain
 
 
 @functools.cache
