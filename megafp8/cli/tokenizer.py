@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from megafp8.core.errors import ConfigError
     from megafp8.core.log import set_up
     from megafp8.corpus.config import CorpusConfig
-    from megafp8.corpus.tokenizer_stage import train_into
+    from megafp8.corpus.run import train_into
     from megafp8.data.tokenizer import load_tokenizer
 
     set_up()

@@ -7,6 +7,7 @@ is read and has to end.
 from __future__ import annotations
 
 import io
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,23 +28,38 @@ class DamagedError(Exception):
     """The compressed stream is cut short, or its bytes do not fit its checksum."""
 
 
+def is_plain(path: Path | str) -> bool:
+    """Whether a file is neither compressed nor UTF-16, so that it can be cut at any line end."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    return not (head[:2] == _GZIP or _is_zstd(head) or head[:2] in UTF16_MARKS)
+
+
+def _is_zstd(head: bytes) -> bool:
+    return head == _ZSTD or (len(head) == 4 and head[1:] == _SKIPPABLE and 0x50 <= head[0] <= 0x5F)
+
+
 class InputStream(io.RawIOBase):
     """The decompressed bytes of a file, with what is known of the compressed ones.
+
+    Args:
+        start, stop: the bytes of a plain file to read; `stop` 0: to its end. A range is never decompressed.
 
     Attributes:
         position: bytes of the file read so far.
         reader: buffered, with `readline`; closed with the stream.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, start: int = 0, stop: int = 0) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._digest = xxhash.xxh3_128()
+        self._left_in_range = stop - start if stop else sys.maxsize
         self.position = 0
-        head = self._file.read(4)
-        self._file.seek(0)
+        head = b"" if start or stop else self._file.read(4)
+        self._file.seek(start)
         if head[:2] == _GZIP:
             self._chunks = _members(self._read, lambda: zlib.decompressobj(31), _inflate, zlib.error)
-        elif head == _ZSTD or (head[1:] == _SKIPPABLE and 0x50 <= head[0] <= 0x5F):
+        elif _is_zstd(head):
             self._chunks = _members(
                 self._read, zstandard.ZstdDecompressor().decompressobj, _unzstd, zstandard.ZstdError
             )
@@ -53,7 +69,8 @@ class InputStream(io.RawIOBase):
         self.reader = io.BufferedReader(self, _BUFFER)
 
     def _read(self, size: int) -> bytes:
-        data = self._file.read(size)
+        data = self._file.read(min(size, self._left_in_range))
+        self._left_in_range -= len(data)
         self._digest.update(data)
         self.position += len(data)
         return data

@@ -91,7 +91,26 @@ class OutputConfig:
     """Where results go and how many processes work; neither changes a byte of them."""
 
     folder: Annotated[str, Field(min_length=1, description="train.*, valid.*, tokenizer.model, manifest.json")]
-    workers: Annotated[int, Field(ge=0, description="tokenizing processes; 0: one for each CPU; 1: none besides")] = 0
+    workers: Annotated[
+        int, Field(ge=0, description="processes; 0: one for each CPU here, 16 on a cluster; 1: none besides")
+    ] = 0
+    keep_stages: Annotated[
+        bool, Field(description="keep what lies between stages, so that added files cost only themselves")
+    ] = True
+
+
+@config_dataclass
+class ExecutorConfig:
+    """Where tasks run and how large they are; no token depends on it (the manifest lists checksums by range)."""
+
+    kind: Annotated[Literal["local", "slurm", "ray"], Field(description="processes here, a job array, or Ray")] = (
+        "local"
+    )
+    retries: Annotated[int, Field(ge=0, description="a task that fails is tried again so often, then set aside")] = 2
+    shard_bytes: Annotated[
+        int, Field(gt=0, description="input bytes of a task: small files go together, large plain jsonl files are cut")
+    ] = 1 << 26
+    part_bytes: Annotated[int, Field(gt=0, description="text of a task behind reading")] = 1 << 26
 
 
 @config_dataclass
@@ -106,6 +125,8 @@ class CorpusConfig:
         tuple[dict[str, Any], ...],
         Field(description='what is done with each document, in this order: a table with a "kind" and its own options'),
     ] = ()
+
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
         if problems := step_problems(self.steps):

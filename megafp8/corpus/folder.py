@@ -1,8 +1,8 @@
-"""The output folder: whose it is, what is done, and where an interrupted run goes on.
+"""The output folder: whose it is, and what of a finished corpus still holds.
 
-Three JSON records, each written atomically. `manifest.json` is the last file of a finished run and says what it was
-made from. `.preprocess.json` is the journal of an unfinished one. `tokenizer_info.json` says the same of a trained
-tokenizer. A folder with files but none of these belongs to someone else and is not touched.
+`manifest.json` is the last file of a finished run and says what it was made from; `tokenizer_info.json` says the same
+of a trained tokenizer; `stages/` holds the outputs and records of tasks, finished or not. A folder with files but
+none of these belongs to someone else and is not touched.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,11 @@ from megafp8.core.errors import DataError, ResourceError
 from megafp8.core.jsonio import read_json, resource_error
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.readers import InputFile
-from megafp8.data.indexed import remove_dataset
-from megafp8.data.indexed_writer import remove_partial
 
-PIPELINE_VERSION = 1  # raise it when the same configuration and text give other bytes
-MANIFEST, JOURNAL, TOKENIZER_INFO = "manifest.json", ".preprocess.json", "tokenizer_info.json"
-TOKENIZER, QUARANTINE = "tokenizer.model", "quarantine.jsonl"
+MANIFEST, TOKENIZER_INFO, STAGES = "manifest.json", "tokenizer_info.json", "stages"
+OWNER = f"{STAGES}/megafp8.json"  # says that the stages beside it are ours
+TOKENIZER, QUARANTINE, DROPPED = "tokenizer.model", "quarantine.jsonl", "dropped.jsonl.zst"
 SPLITS = ("train", "valid")
-
-
-def fingerprint(values: Mapping[str, Any]) -> str:
-    """sha256 of a configuration as canonical JSON."""
-    text = json.dumps({"pipeline": PIPELINE_VERSION, **values}, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -76,48 +68,77 @@ def record_at(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _shown_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def claim(folder: Path) -> None:
     """Make sure that the folder is empty or ours.
 
     Raises:
         DataError: it holds files that no run of ours wrote.
     """
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if names and not any(record_at(folder / name) for name in (MANIFEST, JOURNAL, TOKENIZER_INFO)):
+    names = _shown_names(folder)
+    if STAGES in names and not _shown_names(folder / STAGES):  # a run was killed before it could say that it is ours
+        names.remove(STAGES)
+    if names and not any(record_at(folder / name) for name in (MANIFEST, OWNER, TOKENIZER_INFO)):
         raise DataError(
             f"{folder}: holds {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}, which `megafp8 preprocess` "
             "did not write; choose an empty or new output.folder"
         )
 
 
-def clear(folder: Path) -> None:
-    """Remove what a run leaves, finished or not, but for the journal; other files stay."""
-    for name in (MANIFEST, QUARANTINE):
-        (folder / name).unlink(missing_ok=True)
-    for split in SPLITS:
-        remove_dataset(folder / split)
-    clear_partial(folder)
+def give_name(source: Path, name: Path) -> None:
+    """Let a finished file of ours appear under another name too: the same bytes on disk where links work."""
+    temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, temporary)
+        name.unlink(missing_ok=True)
+        os.replace(temporary, name)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise resource_error(error, name) from error
+
+
+def join_files(sources: Sequence[Path], name: Path) -> None:
+    """Files one after the other as one file, which is whole or not there (zstd frames joined are one stream)."""
+    temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "wb") as out:
+            for source in sources:
+                with open(source, "rb") as file:
+                    shutil.copyfileobj(file, out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, name)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise resource_error(error, name) from error
+
+
+def remove_stages(folder: Path) -> None:
+    """Remove what lies between stages; the note whose they are goes last."""
+    for path in (folder / STAGES).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    shutil.rmtree(folder / STAGES)
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove the hidden files of an unfinished run, but for its journal."""
-    partial_quarantine(folder).unlink(missing_ok=True)
-    written = (MANIFEST, JOURNAL, TOKENIZER, TOKENIZER_INFO, *(f"{split}.json" for split in SPLITS))
-    for path in folder.glob(".*.tmp"):  # of records whose writing was killed
-        if path.name.startswith(tuple(f".{name}." for name in written)):
+    """Remove hidden files that a killed run left: half-written records, and links without their names."""
+    written = (MANIFEST, TOKENIZER, TOKENIZER_INFO, QUARANTINE, DROPPED)
+    names = (*written, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "json")))
+    for path in folder.glob(".*.tmp"):
+        if path.name.startswith(tuple(f".{name}." for name in names)):
             path.unlink()
-    for split in SPLITS:
-        remove_partial(folder / split)
 
 
-def partial_quarantine(folder: Path) -> Path:
-    """Where bad records are collected until the run is done."""
-    return folder / f".{QUARANTINE}.partial"
-
-
-def inputs_record(files: list[InputFile], checksums: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The inputs for a record, with checksums where the files have been read."""
-    return [dataclasses.asdict(f) | ({"checksum": checksums[f.path]} if f.path in checksums else {}) for f in files]
+def inputs_record(files: list[InputFile], checksums: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs for a record, with the checksum of each file, or [start, stop, checksum] of each range of it."""
+    return [dataclasses.asdict(file) | {"checksum": checksums[file.path]} for file in files]
 
 
 def changed_input(recorded: list[dict[str, Any]], files: list[InputFile]) -> str:
@@ -134,9 +155,12 @@ def changed_input(recorded: list[dict[str, Any]], files: list[InputFile]) -> str
         entry = old[file.path]
         if entry["num_bytes"] != file.num_bytes:
             return f"{file.path} has {file.num_bytes} bytes, had {entry['num_bytes']}"
-        if entry["mtime_ns"] != file.mtime_ns:
-            with InputStream(file.path) as stream:
-                if entry.get("checksum") != stream.checksum():
+        if entry["mtime_ns"] == file.mtime_ns:
+            continue
+        found = entry["checksum"]
+        for start, stop, checksum in [(0, 0, found)] if isinstance(found, str) else found:
+            with InputStream(file.path, start=start, stop=stop) as stream:
+                if stream.checksum() != checksum:
                     return f"{file.path} has changed"
     return ""
 

@@ -80,6 +80,8 @@ class Progress:
             shown.append(f"{gained['text_bytes'] / seconds / 1e6:.2f} MB/s")
         if "tokens" in gained:
             shown.append(f"{gained['tokens'] / seconds:,.0f} tokens/s")
+        if dropped := self._state.get("dropped"):
+            shown.append(f"{100 * (1 - dropped / max(self._state.get('documents', 0), dropped)):.1f}% kept")
         return shown
 
     def _line(self, now: float) -> None:

@@ -92,28 +92,29 @@ class FileSource:
         done = 0
         for file in self.files:
             try:
-                stream = InputStream(file.path)
+                with InputStream(file.path) as stream:
+                    for record in stream_records(file.path, stream, self.config):
+                        self.position = done + stream.position
+                        yield replace(record, held_out=True) if file.path in self.held_out else record
+                    self.checksums[file.path] = stream.checksum()
             except OSError as error:
                 raise DataError(f"{file.path}: cannot be read: {error.strerror}") from error
-            with stream:
-                yield from self._file_records(file.path, stream, done)
             done += file.num_bytes
             self.position = done
 
-    def _file_records(self, path: str, stream: InputStream, before: int) -> Iterator[Record]:
-        read = jsonl_records if self.config.kind == "jsonl" else text_records
-        try:
-            for record in read(path, stream, self.config):
-                self.position = before + stream.position
-                yield replace(record, held_out=True) if path in self.held_out else record
-            self.checksums[path] = stream.checksum()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+def stream_records(path: str, stream: InputStream, config: SourceConfig, first_line: int = 1) -> Iterator[Record]:
+    """The records of an opened file, or of a range of a JSON lines file that begins with line `first_line`."""
+    return (
+        jsonl_records(path, stream, config, first_line)
+        if config.kind == "jsonl"
+        else text_records(path, stream, config)
+    )
 
 
-def jsonl_records(path: str, stream: InputStream, config: SourceConfig) -> Iterator[Record]:
+def jsonl_records(path: str, stream: InputStream, config: SourceConfig, first_line: int = 1) -> Iterator[Record]:
     """A record for each line; what ends the file early is its last record."""
-    line, first = 0, True
+    line, first = first_line - 1, first_line == 1
     reader = stream.reader
     try:
         while data := reader.readline(config.max_record_bytes + 1):

@@ -1,43 +1,41 @@
-"""`megafp8 preprocess`: source -> tokenizer -> train and valid token files, quarantine, manifest.
+"""`megafp8 preprocess`: plans the stages, runs their tasks, judges, and gives the results their names.
 
-Called again it does nothing if all is done, and goes on after an interruption at the last snapshot: the journal holds
-how many batches are in the partial files and how long these were, and batches are the same on every pass. Any end
-of an interrupted run has the bytes of an uninterrupted one.
+    split (line ends of large files) -> read (+ steps) -> sample -> tokenizer -> tokenize -> write -> manifest
+
+Called again it does nothing if all is done; else every task that is done stays done. Any end of an interrupted run
+has the bytes of an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import os
-import shutil
-import time
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megafp8.core.config import to_dict
-from megafp8.core.errors import ConfigError, DataError, MegaError
+from megafp8.core.errors import DataError
 from megafp8.core.jsonio import resource_error, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus.config import CorpusConfig
-from megafp8.corpus.documents import Bad
-from megafp8.corpus.progress import Progress
+from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
+from megafp8.corpus.mapping import DROPPED
+from megafp8.corpus.parts import View
+from megafp8.corpus.planning import Planner
 from megafp8.corpus.readers import Source
-from megafp8.corpus.tokenize import Job, batches, encode_all, skip
-from megafp8.corpus.tokenizer_stage import ensure_tokenizer, open_source, source_values
+from megafp8.corpus.stage_run import StageRun, open_executor
+from megafp8.corpus.stages.read import BAD
+from megafp8.corpus.stages.tokenizer import MODEL
+from megafp8.corpus.tasks import Task, sweep
 from megafp8.corpus.totals import Totals
-from megafp8.data.indexed import optimal_dtype
-from megafp8.data.indexed_writer import IndexedDatasetWriter
+from megafp8.data.indexed import optimal_dtype, remove_dataset
 from megafp8.data.tokenizer import Tokenizer, identity, load_tokenizer
 
 _log = get_logger(__name__)
-_SNAPSHOT_SECONDS = 20.0  # of work that a kill can cost; a snapshot waits for the disk
+_TOKENIZER_KIND = "megafp8-tokenizer"
 
 
 @dataclass(frozen=True)
@@ -49,32 +47,59 @@ class Result:
     was_done: bool
 
 
-def preprocess(config: CorpusConfig, *, snapshot_seconds: float = _SNAPSHOT_SECONDS) -> Result:
+def preprocess(config: CorpusConfig) -> Result:
     """Make the corpus in `config.output.folder`, or what is left of it to be made.
 
     Raises:
         DataError: no input, no documents, too many bad ones, damaged files, text too little for the vocabulary, or a
             folder with files of someone else.
-        ResourceError: disk full, no permission, folder in use, a worker that died.
+        ResourceError: disk full, no permission, folder in use, tasks that were set aside.
     """
-    if config.steps:
-        raise ConfigError("steps: they are checked, but not run yet; remove them")
     source = open_source(config.source)
     folder = Path(config.output.folder)
     with places.locked(folder):
         places.claim(folder)
-        run = _Run(config, source, folder, snapshot_seconds)
+        run = _Run(config, source, folder)
         if manifest := run.finished():
             event(_log, "already done: same configuration and inputs, nothing to do", folder=folder)
             return Result(folder, manifest, True)
-        try:
+        with run:
             return Result(folder, run.make(), False)
-        except MegaError:
-            if not run.has_snapshot:  # what could be continued stays, what could not is no use to anybody
-                places.clear_partial(folder)
-                if not (folder / places.QUARANTINE).exists():
-                    (folder / places.JOURNAL).unlink(missing_ok=True)
-            raise
+
+
+def train_into(config: CorpusConfig, folder: Path) -> str:
+    """Train a tokenizer alone, into a folder that is empty or ours; returns its path.
+
+    Raises:
+        DataError: as `preprocess`; the folder holds someone else's files, or a dataset of another tokenizer.
+        ResourceError: the folder is in use, the disk full.
+    """
+    source = open_source(config.source)
+    with places.locked(folder):
+        places.claim(folder)
+        if is_trained(config, source, folder):
+            event(_log, "tokenizer is there already", path=folder / places.TOKENIZER)
+            return str(folder / places.TOKENIZER)
+        if places.record_at(folder / places.MANIFEST):
+            raise DataError(
+                f"{folder}: holds a dataset written with another tokenizer; choose another folder, or run "
+                "`megafp8 preprocess`, which makes both again"
+            )
+        with _Run(config, source, folder) as run:
+            run.tokenizer(run.read())
+        return str(folder / places.TOKENIZER)
+
+
+def is_trained(config: CorpusConfig, source: Source, folder: Path) -> bool:
+    """True if the folder holds the tokenizer that training would give."""
+    info, model = places.record_at(folder / places.TOKENIZER_INFO), folder / places.TOKENIZER
+    return (
+        info.get("kind") == _TOKENIZER_KIND
+        and info["config_fingerprint"] == tokenizer_fingerprint(config)
+        and model.is_file()
+        and hashlib.sha256(model.read_bytes()).hexdigest() == info["tokenizer"]["fingerprint"]
+        and not places.changed_input(info["inputs"], source.files)
+    )
 
 
 @dataclass
@@ -84,17 +109,29 @@ class _Run:
     config: CorpusConfig
     source: Source
     folder: Path
-    snapshot_seconds: float
-    has_snapshot: bool = False
     totals: Totals = field(default_factory=Totals)
-    batches_done: int = 0
+    quarantine: list[Path] = field(default_factory=list)
+    dropped: list[Path] = field(default_factory=list)
+    checksums: dict[str, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> _Run:
+        self.root = self.folder / places.STAGES
+        self.planner = Planner(self.config, self.source)
+        self._executor = open_executor(self.config)
+        self.stages = StageRun(self.root, self._executor)
+        if not (self.folder / places.OWNER).exists():  # first: from here on the folder is known to be ours
+            write_json(self.folder / places.OWNER, {"kind": "megafp8-corpus-stages"})
+        places.clear_partial(self.folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.close()
 
     @cached_property
     def fingerprint(self) -> str:
         """Of all that decides the bytes of the output, but for the inputs."""
         path = self.config.tokenizer.path
-        named = {"tokenizer_file": load_tokenizer(path).fingerprint} if path else {}
-        return places.fingerprint({**source_values(self.config), "tokenizer": to_dict(self.config.tokenizer), **named})
+        return corpus_fingerprint(self.config, load_tokenizer(path).fingerprint if path else "")
 
     def finished(self) -> dict[str, Any]:
         """The manifest if it is of this configuration and these inputs, and its outputs are there; else {}."""
@@ -105,151 +142,177 @@ class _Run:
         if not reason and (name := places.missing_output(self.folder, manifest["outputs"])):
             reason = f"{name} is missing or has another size"
         if not reason:
-            self.totals = Totals.from_json(manifest["counts"], {})
-            self._judge()
+            self.totals = Totals.from_json(manifest["counts"])
+            self.totals.judge_read(self.config, self.folder / places.QUARANTINE)
+            self.totals.judge_splits(self.config)
             return manifest
         event(_log, "making the corpus again", because=reason)
         return {}
 
     def _difference(self, record: dict[str, Any]) -> str:
+        if record["pipeline_version"] != PIPELINE_VERSION:
+            return "it was made by another version"
         if record["config_fingerprint"] != self.fingerprint:
             return "the configuration has changed"
         return places.changed_input(record["inputs"], self.source.files)
 
     def make(self) -> dict[str, Any]:
         """Everything that `finished` did not find."""
-        journal = places.record_at(self.folder / places.JOURNAL)
-        if not journal or self._difference(journal):
-            journal = {}
-            self._write_journal(None)  # first: from here on the folder is known to be ours
-            places.clear(self.folder)
-        spec = ensure_tokenizer(self.config, self.source, self.folder)
-        tokenizer = load_tokenizer(spec)
-        dtype = optimal_dtype(tokenizer.vocab_size)
-        writers = self._writers(dtype, journal.get("progress"))
+        if self.config.tokenizer.path:
+            load_tokenizer(self.config.tokenizer.path)  # before the work, not behind it
+        views = self.read()
+        spec, tokenizer = self.tokenizer(views)
+        written, records = self.write(self.tokenize(views, spec, tokenizer), tokenizer)
         try:
-            with contextlib.ExitStack() as stack:
-                # an error aborts both; commit is called by hand, after the verdict
-                for writer in writers.values():
-                    stack.callback(writer.abort)
-                job = Job(spec, tokenizer.fingerprint, dtype.name, self.config.source, self.config.split)
-                self._tokenize(job, writers)
-                self._verdict()
-                return self._commit(writers, tokenizer)
+            return self._commit(written, records, tokenizer)
         except OSError as error:
             raise resource_error(error, self.folder) from error
 
-    def _writers(self, dtype: np.dtype, progress: dict[str, Any] | None) -> dict[str, IndexedDatasetWriter]:
-        """Writers at the journal's snapshot, or at the beginning if there is none that can be used."""
-        quarantine = places.partial_quarantine(self.folder)
-        if progress:
-            try:
-                states = progress["writers"]
-                writers = {s: IndexedDatasetWriter(self.folder / s, dtype, state=states[s]) for s in places.SPLITS}
-                os.truncate(quarantine, progress["quarantine_bytes"])
-                self.totals = Totals.from_json(progress["counts"], progress["ids"])
-                self.batches_done = progress["batches"]
-                self.has_snapshot = True
-                event(_log, "going on after an interruption", documents=self.totals.num_documents)
-                return writers
-            except (MegaError, OSError):  # killed while the finished files got their names
-                event(_log, "an interrupted run cannot be continued, starting it again", folder=self.folder)
-        places.clear_partial(self.folder)
-        quarantine.write_bytes(b"")
-        return {s: IndexedDatasetWriter(self.folder / s, dtype) for s in places.SPLITS}
+    def read(self) -> list[View]:
+        """The documents that are kept, judged."""
+        cuts, split_tasks = {}, self.planner.split_tasks()
+        split_records = self.stages.run("cutting large files", [t for tasks in split_tasks.values() for t in tasks])
+        self.stages.stop_if_failed()
+        numbered = iter(split_records)
+        for path, tasks in split_tasks.items():
+            found = [next(numbered) for _ in tasks]
+            cuts[path] = [record["counts"] for record in found]
+            self.checksums[path] = [
+                [task.inputs[0].start, task.inputs[0].stop, record["inputs"][0]["checksum"]]
+                for task, record in zip(tasks, found)
+            ]
+        tasks = self.planner.read_tasks(cuts)
+        records = self.stages.run("reading", tasks)
+        for task, record in zip(tasks, records):
+            if record:
+                self.totals.add_read(record["counts"])
+                self._collect(task, record)
+        self._judge_read()
+        return self.planner.views(tasks, records)
 
-    def _tokenize(self, job: Job, writers: dict[str, IndexedDatasetWriter]) -> None:
-        workers = self.config.output.workers or os.cpu_count() or 1
-        work = skip(batches(self.source.records()), self.batches_done)
-        total = sum(file.num_bytes for file in self.source.files)
-        last = time.monotonic()
-        with Progress("tokenizing", total) as progress, open(places.partial_quarantine(self.folder), "ab") as bad:
-            progress.begin(**self.totals.shown())
-            for encoded in encode_all(job, work, workers):
-                for split, part in encoded.parts.items():
-                    writers[split].add_documents(part.ids, part.lengths)
-                bad.writelines(_bad_line(one) for one in encoded.bad)
-                self.totals.add(encoded)
-                self.batches_done += 1
-                progress.update(self.source.position, **self.totals.shown())
-                if time.monotonic() - last >= self.snapshot_seconds:
-                    self._snapshot(writers, bad)
-                    last = time.monotonic()
-            bad.flush()
-            os.fsync(bad.fileno())
+    def _collect(self, task: Task, record: dict[str, Any]) -> None:
+        for one in record["inputs"]:
+            self.checksums.setdefault(one["path"], one["checksum"])
+        for name, paths in ((BAD, self.quarantine), (DROPPED, self.dropped)):
+            if name in record["outputs"]:
+                paths.append(self.root / task.output(record, name).path)
 
-    def _snapshot(self, writers: dict[str, IndexedDatasetWriter], bad: Any) -> None:
-        states = {split: writer.snapshot() for split, writer in writers.items()}
-        bad.flush()
-        os.fsync(bad.fileno())
-        self._write_journal(
-            {
-                "batches": self.batches_done,
-                "writers": states,
-                "quarantine_bytes": bad.tell(),
-                "counts": self.totals.to_json(),
-                "ids": self.totals.ids_to_json(),
-            }
-        )
-        self.has_snapshot = True
-
-    def _write_journal(self, progress: dict[str, Any] | None) -> None:
-        write_json(
-            self.folder / places.JOURNAL,
-            {
-                "kind": "megafp8-preprocess-journal",
-                "config_fingerprint": self.fingerprint,
-                "inputs": places.inputs_record(self.source.files, {}),
-                "progress": progress,
-            },
-        )
-
-    def _verdict(self) -> None:
+    def _judge_read(self) -> None:
         """Refuse a corpus with too many bad records; the quarantine file stays as the evidence."""
         try:
-            self._judge()
+            self.totals.judge_read(self.config, self.folder / places.QUARANTINE)
         except DataError:
+            self.stages.stop_if_failed()  # more likely the reason why there is nothing
             if self.totals.num_bad:
-                shutil.copyfile(places.partial_quarantine(self.folder), self.folder / places.QUARANTINE)
+                places.join_files(self.quarantine, self.folder / places.QUARANTINE)
             raise
 
-    def _judge(self) -> None:
-        self.totals.judge(self.config, self.folder / places.QUARANTINE)
+    def tokenizer(self, views: Sequence[View]) -> tuple[str, Tokenizer]:
+        """The corpus's tokenizer and where to load it from; trained, and given its name in the folder, if need be."""
+        if self.config.tokenizer.path:
+            return self.config.tokenizer.path, load_tokenizer(self.config.tokenizer.path)
+        share = self.planner.sample_share(views)
+        while True:
+            tasks = self.planner.sample_tasks(views, share)
+            records = self.stages.run("sampling text for the tokenizer", tasks)
+            self.stages.stop_if_failed()
+            counts = [record["counts"] for record in records]
+            if share == 1.0 or sum(c["sample_bytes"] for c in counts) >= self.config.tokenizer.train_bytes:
+                break
+            share = min(2 * share, 1.0)
+        if not sum(c["sample_documents"] for c in counts):
+            raise DataError("no documents to train a tokenizer on: all are in the validation split")
+        task = self.planner.tokenizer_task(tasks, records)
+        (record,) = self.stages.run(f"training a tokenizer of {self.config.tokenizer.vocab_size} ids", [task])
+        self.stages.stop_if_failed()
+        made = self.root / task.output(record, MODEL).path
+        tokenizer = load_tokenizer(made)
+        name = self.folder / places.TOKENIZER
+        if not (name.is_file() and name.read_bytes() == made.read_bytes()):
+            places.give_name(made, name)
+        write_json(
+            self.folder / places.TOKENIZER_INFO,
+            {
+                "kind": _TOKENIZER_KIND,
+                "config_fingerprint": tokenizer_fingerprint(self.config),
+                "inputs": places.inputs_record(self.source.files, self.checksums),
+                "settings": to_dict(self.config.tokenizer),
+                "tokenizer": identity(tokenizer),
+                "train_documents": sum(c["train_documents"] for c in counts),
+                "train_bytes": sum(c["train_bytes"] for c in counts),
+                **record["counts"],
+            },
+        )
+        return str(made), tokenizer
 
-    def _commit(self, writers: dict[str, IndexedDatasetWriter], tokenizer: Tokenizer) -> dict[str, Any]:
+    def tokenize(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> list[tuple[Task, dict[str, Any]]]:
+        """The pieces of both splits, judged."""
+        dtype = optimal_dtype(tokenizer.vocab_size).name
+        tasks = self.planner.tokenize_tasks(views, spec, tokenizer.fingerprint, dtype)
+        records = self.stages.run("tokenizing", tasks)
+        self.stages.stop_if_failed()
+        for record in records:
+            for name, part in record["counts"]["splits"].items():
+                self.totals.splits[name].add(part)
+        assert self.totals.num_documents == self.totals.num_kept, "a document was lost or written twice"
+        self.totals.judge_splits(self.config)
+        return list(zip(tasks, records))
+
+    def write(
+        self, pieces: Sequence[tuple[Task, dict[str, Any]]], tokenizer: Tokenizer
+    ) -> tuple[list[Task], list[dict[str, Any]]]:
+        """One dataset a split."""
+        tasks = []
+        for name in places.SPLITS:
+            summary = self.totals.splits[name].summary()
+            for own in ("documents", "tokens", "unigram_entropy_nats"):  # the writer says these itself
+                del summary[own]
+            tasks.append(self.planner.write_task(pieces, name, tokenizer, summary))
+        records = self.stages.run("writing", tasks)
+        self.stages.stop_if_failed()
+        for name, record in zip(places.SPLITS, records):
+            self.totals.splits[name].unigram_entropy_nats = record["counts"]["unigram_entropy_nats"]
+        return tasks, records
+
+    def _commit(self, tasks: list[Task], records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
         """Names for everything, the manifest last."""
-        with Progress("writing indexes and checksums"):
-            for split, writer in writers.items():
-                summary = self.totals.split_summary(split)
-                del summary["documents"], summary["tokens"]  # the writer says these itself
-                writer.metadata = {"tokenizer": identity(tokenizer), **summary}
-                writer.commit()
-        os.replace(places.partial_quarantine(self.folder), self.folder / places.QUARANTINE)
+        (self.folder / places.MANIFEST).unlink(missing_ok=True)
+        for name, task, record in zip(places.SPLITS, tasks, records):
+            remove_dataset(self.folder / name)
+            for suffix in ("bin", "json", "idx"):  # with the index the dataset is there
+                output = task.output(record, f"{name}.{suffix}")
+                places.give_name(self.root / output.path, self.folder / f"{name}.{suffix}")
+        places.join_files(self.quarantine, self.folder / places.QUARANTINE)
+        if self.config.steps:
+            places.join_files(self.dropped, self.folder / places.DROPPED)
+        else:
+            (self.folder / places.DROPPED).unlink(missing_ok=True)
         manifest = self._manifest(tokenizer)
         write_json(self.folder / places.MANIFEST, manifest)
-        (self.folder / places.JOURNAL).unlink(missing_ok=True)
-        places.clear_partial(self.folder)
+        if self.config.output.keep_stages:
+            sweep(self.root, self.stages.tasks)
+        else:
+            places.remove_stages(self.folder)
         return manifest
 
     def _manifest(self, tokenizer: Tokenizer) -> dict[str, Any]:
         names = [f"{split}.{suffix}" for split in places.SPLITS for suffix in ("bin", "idx", "json")]
         names += [places.QUARANTINE] + ([] if self.config.tokenizer.path else [places.TOKENIZER])
+        names += [places.DROPPED] if self.config.steps else []
         config = to_dict(self.config)
-        del config["output"]["workers"]  # no byte depends on it
-        train = self.totals.split_summary("train")
+        for key in ("workers", "keep_stages"):  # no byte depends on it
+            del config["output"][key]
+        del config["executor"]
+        train = self.totals.splits["train"].summary()
         return {
             "kind": "megafp8-corpus",
-            "pipeline_version": places.PIPELINE_VERSION,
+            "pipeline_version": PIPELINE_VERSION,
             "config": config,
             "config_fingerprint": self.fingerprint,
-            "inputs": places.inputs_record(self.source.files, self.source.checksums),
+            "inputs": places.inputs_record(self.source.files, self.checksums),
             "outputs": {name: (self.folder / name).stat().st_size for name in names},
             "tokenizer": identity(tokenizer),
             "unigram_entropy_nats": train["unigram_entropy_nats"],
             "bytes_per_token": train["bytes_per_token"],
             "counts": self.totals.to_json(),
         }
-
-
-def _bad_line(bad: Bad) -> bytes:
-    return (json.dumps(dataclasses.asdict(bad), ensure_ascii=False) + "\n").encode()

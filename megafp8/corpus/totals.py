@@ -1,49 +1,60 @@
-"""What a run counts, batch by batch: by split, by language, by source, bad and empty, and how often each id occurs."""
+"""What a run counts, from the records of its tasks: each record of the input is in exactly one of these numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megafp8.core.errors import DataError
 from megafp8.corpus.config import CorpusConfig
-from megafp8.corpus.tokenize import Encoded, SplitPart
-from megafp8.data.verify import unigram_entropy_nats
-
-_MAX_NAMES = 1000  # different sources kept apart; a corpus may name a URL for each document
-_OTHER = "(other)"
+from megafp8.corpus.stages.tokenize import add_names
 
 
 @dataclass
 class SplitTotals:
-    """Counts of one split; `ids[i]` is how often id i occurs."""
+    """Counts of one split."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     languages: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    unigram_entropy_nats: float = 0.0
 
-    def add(self, part: SplitPart) -> None:
-        """Add what a batch brings."""
-        self.documents += len(part.lengths)
-        self.tokens += len(part.ids)
-        self.text_bytes += part.text_bytes
-        for mine, theirs in ((self.languages, part.languages), (self.sources, part.sources)):
-            for name, count in sorted(theirs.items()):
-                mine[name if name in mine or len(mine) < _MAX_NAMES else _OTHER] += count
-        counts = np.bincount(part.ids, minlength=len(self.ids))
-        self.ids = np.pad(self.ids, (0, len(counts) - len(self.ids))) + counts
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Add what a task of `tokenize` counted."""
+        self.documents += part["documents"]
+        self.tokens += part["tokens"]
+        self.text_bytes += part["text_bytes"]
+        add_names(self.languages, part["languages"])
+        add_names(self.sources, part["sources"])
+
+    def summary(self) -> dict[str, Any]:
+        """What side file and manifest say of it."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "bytes_per_token": round(self.text_bytes / self.tokens, 6) if self.tokens else 0.0,
+            "unigram_entropy_nats": self.unigram_entropy_nats,
+            "languages": dict(self.languages),
+            "sources": dict(self.sources),
+        }
 
 
 @dataclass
 class Totals:
-    """Counts of the whole run."""
+    """Counts of the whole run.
+
+    Attributes:
+        num_records: of the input, blank lines not counted: bad + empty + other language + dropped + in a split.
+        dropped: {step: {reason: documents}}.
+        changed: {step: documents whose text it changed}.
+        counted: {step: {what: how often}}.
+    """
 
     splits: dict[str, SplitTotals] = field(default_factory=lambda: {"train": SplitTotals(), "valid": SplitTotals()})
     num_records: int = 0
@@ -52,35 +63,52 @@ class Totals:
     num_bad: int = 0
     first_bad: str = ""
     damaged: list[str] = field(default_factory=list)
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    counted: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def num_documents(self) -> int:
         """Documents written, both splits."""
         return sum(split.documents for split in self.splits.values())
 
-    def add(self, encoded: Encoded) -> None:
-        """Add a batch."""
-        for name, part in encoded.parts.items():
-            self.splits[name].add(part)
-        self.num_records += encoded.num_records
-        self.num_empty += encoded.num_empty
-        self.num_other_language += encoded.num_other_language
-        self.num_bad += len(encoded.bad)
-        if encoded.bad and not self.first_bad:
-            self.first_bad = str(encoded.bad[0])
-        self.damaged += [str(bad) for bad in encoded.bad if bad.damaged]
+    @property
+    def num_dropped(self) -> int:
+        """Documents that steps dropped."""
+        return sum(sum(reasons.values()) for reasons in self.dropped.values())
 
-    def shown(self) -> dict[str, int]:
-        """Counts for the progress display."""
-        return {
-            "documents": self.num_documents,
-            "text_bytes": sum(split.text_bytes for split in self.splits.values()),
-            "tokens": sum(split.tokens for split in self.splits.values()),
-            "bad": self.num_bad,
-        }
+    @property
+    def num_kept(self) -> int:
+        """Documents of which reading and steps have kept the text."""
+        return self.num_records - self.num_bad - self.num_empty - self.num_other_language - self.num_dropped
 
-    def judge(self, config: CorpusConfig, quarantine: Path) -> None:
-        """Raise DataError if this is not a corpus to train on."""
+    def add_read(self, counts: Mapping[str, Any]) -> None:
+        """Add what a task of `read` counted."""
+        self.num_records += counts["num_records"]
+        self.num_empty += counts["num_empty"]
+        self.num_other_language += counts["num_other_language"]
+        self.damaged += counts["damaged"]
+        self.add_mapped(counts)
+
+    def add_mapped(self, counts: Mapping[str, Any]) -> None:
+        """Add what steps did in a task of `read` or `map`."""
+        self.num_bad += counts["num_bad"]
+        self.first_bad = self.first_bad or counts["first_bad"]
+        for mine, theirs in ((self.dropped, counts["dropped"]), (self.counted, counts["counted"])):
+            for step, numbers in theirs.items():
+                self.add_numbers(mine, step, numbers)
+        for step, count in counts["changed"].items():
+            self.changed[step] = self.changed.get(step, 0) + count
+
+    @staticmethod
+    def add_numbers(sums: dict[str, dict[str, int]], step: str, numbers: Mapping[str, int]) -> None:
+        """Add a step's numbers by name."""
+        mine = sums.setdefault(step, {})
+        for name, count in numbers.items():
+            mine[name] = mine.get(name, 0) + count
+
+    def judge_read(self, config: CorpusConfig, quarantine: Path) -> None:
+        """Raise DataError if too much could not be read, or nothing is left."""
         allowed = config.source.max_bad_share
         if self.num_bad > allowed * self.num_records:
             raise DataError(
@@ -94,10 +122,17 @@ class Totals:
                 f"{self.damaged[0]}{more}; make the file whole again, or take what can be read of it with "
                 "--source.keep_damaged_files true"
             )
-        if not self.num_documents:
+        if not self.num_kept:
             wanted = ", ".join(config.source.languages)
             other = f", {self.num_other_language} not in source.languages ({wanted})" if wanted else ""
-            raise DataError(f"no documents: {self.num_records} records, {self.num_empty} of them without text{other}")
+            dropped = "".join(f", {sum(r.values())} dropped by {step} ({max(r, key=r.__getitem__)})"
+                              for step, r in self.dropped.items())  # fmt: skip
+            raise DataError(
+                f"no documents: {self.num_records} records, {self.num_empty} of them without text{other}{dropped}"
+            )
+
+    def judge_splits(self, config: CorpusConfig) -> None:
+        """Raise DataError if a split that should hold documents holds none."""
         for name, share in (("train", 1.0), ("valid", config.split.valid_share)):
             if name == "valid" and config.source.valid_files and not self.splits[name].documents:
                 raise DataError(f"no validation document in source.valid_files {', '.join(config.source.valid_files)}")
@@ -107,30 +142,13 @@ class Totals:
                     f"{config.split.valid_share:g}; change the share (0: no validation) or give more documents"
                 )
 
-    def split_summary(self, name: str) -> dict[str, Any]:
-        """What side file and manifest say of a split."""
-        split = self.splits[name]
-        return {
-            "documents": split.documents,
-            "tokens": split.tokens,
-            "text_bytes": split.text_bytes,
-            "bytes_per_token": round(split.text_bytes / split.tokens, 6) if split.tokens else 0.0,
-            "unigram_entropy_nats": round(unigram_entropy_nats(split.ids), 6),
-            "languages": dict(split.languages),
-            "sources": dict(split.sources),
-        }
-
     def to_json(self) -> dict[str, Any]:
-        """All counts but those of ids as plain values."""
-        return {**vars(self), "splits": {name: self.split_summary(name) for name in self.splits}}
-
-    def ids_to_json(self) -> dict[str, list[int]]:
-        """How often each id occurs, by split: long, and of use to nobody but a run that goes on."""
-        return {name: split.ids.tolist() for name, split in self.splits.items()}
+        """All counts as plain values."""
+        return {**vars(self), "splits": {name: split.summary() for name, split in self.splits.items()}}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any], ids: dict[str, list[int]]) -> Totals:
-        """Counts out of a journal or manifest; `ids` as from `ids_to_json`, {} where they are not needed."""
+    def from_json(cls, values: dict[str, Any]) -> Totals:
+        """Counts out of a manifest."""
         splits = {
             name: SplitTotals(
                 split["documents"],
@@ -138,7 +156,7 @@ class Totals:
                 split["text_bytes"],
                 Counter(split["languages"]),
                 Counter(split["sources"]),
-                np.asarray(ids.get(name, []), np.int64),
+                split["unigram_entropy_nats"],
             )
             for name, split in values["splits"].items()
         }

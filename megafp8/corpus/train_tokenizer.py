@@ -1,7 +1,7 @@
 """Trains a SentencePiece model on a sample of the train split, the same bytes every time.
 
-The sample is the documents with the smallest hashes that fit `train_bytes`, in the order of their hashes: it depends
-on what the corpus holds, not on the order of files, and takes one pass and no more memory than the sample.
+The sample is the documents with the smallest hashes, as many as fit `train_bytes`, in the order of their hashes: it
+depends on what the corpus holds, not on the order of files, and takes one pass and no more memory than the sample.
 
 The model keeps the text: no Unicode normalization, all white space (indentation and line ends have pieces), bytes for
 what has no piece. Ids 0 to 3 are unk, bos, eos (which ends documents) and pad.
@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import sentencepiece
 
 from megafp8.core.errors import DataError
-from megafp8.corpus.config import CorpusConfig, TokenizerConfig
-from megafp8.corpus.documents import Document, is_wanted, parse, split_of, text_hash
-from megafp8.corpus.progress import Progress
-from megafp8.corpus.readers import Source
+from megafp8.corpus.config import TokenizerConfig
+from megafp8.corpus.documents import Document, text_hash
 
 _SENTENCE_CHARACTERS = 16_384  # longer documents are cut at line ends: a "sentence" is what merges cannot cross
 # part of the result: unigram's sums depend on how sentences are dealt to threads, so it is no knob
@@ -37,32 +35,27 @@ class Sample:
     num_bytes: int
 
 
-def train_documents(source: Source, config: CorpusConfig, progress: Progress) -> Iterator[Document]:
-    """The good, non-empty documents of the train split."""
-    documents = text_bytes = 0
-    for record in source.records():
-        document = parse(record, config.source)
-        if not isinstance(document, Document) or document.is_empty or record.held_out:
-            continue
-        if not is_wanted(document, config.source):
-            continue
-        if split_of(document.text, config.split) == "train":
-            documents += 1
-            text_bytes += len(document.text.encode("utf-8"))
-            yield document
-        progress.update(source.position, documents=documents, text_bytes=text_bytes)
+def sample_hash(text: str, seed: int) -> int:
+    """64 bits that decide whether a text is in the sample; another hash than that of the split."""
+    return text_hash(text, (seed + 1) % 2**64)
 
 
 def draw_sample(documents: Iterable[Document], *, max_bytes: int, seed: int) -> Sample:
     """Keep the documents of smallest hash up to `max_bytes` of UTF-8 (at least one document)."""
     heap: list[tuple[int, str]] = []  # negative hashes: the largest hash comes out first
     total = held = count = 0
+    limit = 2**64  # what did not fit keeps out all behind it, or the sample would depend on the order of documents
     for document in documents:
         size = len(document.text.encode("utf-8"))
-        count, total, held = count + 1, total + size, held + size
-        heapq.heappush(heap, (-text_hash(document.text, (seed + 1) % 2**64), document.text))
+        count, total = count + 1, total + size
+        if (number := sample_hash(document.text, seed)) > limit:
+            continue
+        held += size
+        heapq.heappush(heap, (-number, document.text))
         while held > max_bytes and len(heap) > 1:
-            held -= len(heapq.heappop(heap)[1].encode("utf-8"))
+            number, text = heapq.heappop(heap)
+            limit = -number
+            held -= len(text.encode("utf-8"))
     return Sample([text for _, text in sorted(heap, reverse=True)], count, total)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megafp8.core.config import build
-from megafp8.corpus import tokenize
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.stages import tokenize
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "seven", "wizards", "brew"]
 
@@ -54,7 +54,7 @@ def config(tmp_path: Path, text: Path) -> Callable[..., CorpusConfig]:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "_BATCH_RECORDS", 16)
+    monkeypatch.setattr(tokenize, "_BATCH_DOCUMENTS", 16)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def contents() -> Callable[[Path], dict[str, bytes]]:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
     manifest = json.loads(files["manifest.json"])
     del manifest["config"]["output"]  # the one thing that may differ: where it lies
     return {**files, "manifest.json": json.dumps(manifest).encode()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,124 +17,166 @@ from typing import Any
 
 import pytest
 
+from megafp8.core.config import dump_toml
 from megafp8.core.errors import ResourceError
-from megafp8.corpus import run as run_module
-from megafp8.corpus import tokenize
+from megafp8.corpus.executors import local
 from megafp8.corpus.run import preprocess
 
-pytestmark = pytest.mark.usefixtures("small_batches")
+ROOT = Path(__file__).parents[3]
+SMALL = {"shard_bytes": 12_000, "part_bytes": 8_000}  # two files of about 60 kB: some 12 shards, 20 parts
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Stopped(BaseException):
     """Stands for a kill at a point of our choice."""
 
 
-def test_interrupted_at_each_batch_ends_in_the_same_bytes(
-    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", [1, 2])
+def test_killed_at_renames_ends_in_the_same_bytes(
+    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    preprocess(config("whole", source={"max_bad_share": 0.5}))
-    add, calls = run_module.Totals.add, [0]
-
-    def stop(self: Any, encoded: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise Stopped
-        add(self, encoded)
-
-    attempts = 0
-    while True:
-        attempts, calls[0] = attempts + 1, 0
-        monkeypatch.setattr(run_module.Totals, "add", stop)
-        try:
-            preprocess(config(source={"max_bad_share": 0.5}), snapshot_seconds=0)
-            break
-        except Stopped:
-            continue
-    assert attempts > 10, "38 batches, two a time"
-    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
-
-
-KILLED = """
-import sys
-from megafp8.core.config import build, load_toml
-from megafp8.corpus import tokenize
-from megafp8.corpus.config import CorpusConfig
-from megafp8.corpus.run import preprocess
-tokenize._BATCH_RECORDS = 16
-if __name__ == "__main__":
-    preprocess(build(CorpusConfig, load_toml(sys.argv[1])), snapshot_seconds=0)
-"""
-
-
-def test_killed_at_any_time_ends_in_the_same_bytes(contents: Callable, config: Callable, tmp_path: Path) -> None:
-    """kill -9 of the whole process after growing delays, then a call that runs through."""
-    from megafp8.core.config import dump_toml
-
-    preprocess(config("whole"))
-    (tmp_path / "c.toml").write_text(dump_toml(config()))
-    (tmp_path / "killed.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "c.toml")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    kills = 0
-    for attempt in range(8):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=0.25 + 0.06 * attempt)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-    preprocess(config())
-    assert kills, "nothing was killed: the delays are too long for this machine"
-    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
-
-
-def test_killed_while_names_are_given(
-    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stops at each rename in turn; the next call must not mix old with new."""
-    preprocess(config("whole"))
+    """Records, outputs and final names all appear by renames: stops at more and more of them, in one folder."""
+    executor = {"shard_bytes": 40_000, "part_bytes": 60_000}
+    preprocess(config("whole", executor=executor))
     replace, count = os.replace, [0]
-    for stop_at in range(1, 40):
+    for stop_at in range(first, 99, 2):
         count[0] = 0
 
-        def stop(a: Any, b: Any, stop_at: int = stop_at) -> None:
+        def stop(source: Any, target: Any, stop_at: int = stop_at) -> None:
             count[0] += 1
             if count[0] == stop_at:
                 raise Stopped
-            replace(a, b)
+            replace(source, target)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", stop)
             try:
-                preprocess(config(f"out{stop_at}"), snapshot_seconds=10)
+                preprocess(config(executor=executor))
                 break
             except Stopped:
                 pass
-        preprocess(config(f"out{stop_at}"))
-        assert contents(tmp_path / "whole") == contents(tmp_path / f"out{stop_at}"), stop_at
-    assert stop_at > 8
+    assert stop_at > 12
+    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
 
 
-def test_dead_worker_is_an_error_and_no_hang(config: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "_start_worker", functools.partial(os._exit, 9))
-    with pytest.raises(ResourceError, match="one of 2 worker processes died"):
-        preprocess(config(output={"workers": 2}))
+def kill_often(config: Callable, tmp_path: Path, kills: int, seed: int) -> int:
+    """Start the command again and again; each time kill -9 it, or one of its workers, at a random moment."""
+    (tmp_path / "c.toml").write_text(dump_toml(config(output={"workers": 2}, executor={**SMALL, "retries": 3})))
+    command = [sys.executable, "-m", "megafp8", "preprocess", str(tmp_path / "c.toml")]
+    rng, killed = random.Random(seed), 0
+    for _ in range(kills):
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            process.wait(timeout=rng.uniform(0.2, 2.5))
+            continue
+        except subprocess.TimeoutExpired:
+            victims = [process.pid, *children(process.pid)]
+            with_worker = rng.choice(victims)
+            os.kill(with_worker, signal.SIGKILL)
+            killed += 1
+        try:
+            process.wait(timeout=rng.uniform(0.1, 1.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert killed, "nothing was killed: the delays are too long for this machine"
+    return subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True).returncode
 
 
-def test_orphaned_workers_end_themselves(config: Callable, tmp_path: Path) -> None:
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def test_killed_at_any_time_ends_in_the_same_bytes(contents: Callable, config: Callable, tmp_path: Path) -> None:
+    preprocess(config("whole", executor=SMALL))
+    assert kill_often(config, tmp_path, 4, seed=1) == 0
+    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_killed_fifty_times_ends_in_the_same_bytes(contents: Callable, config: Callable, tmp_path: Path) -> None:
+    """Finished runs begin anew, in another folder, until there have been fifty attempts to kill one."""
+    preprocess(config("whole", executor=SMALL))
+    for round_ in range(10):
+        folder = {"folder": str(tmp_path / f"out{round_}")}
+        (tmp_path / f"round{round_}").mkdir()
+        make = functools.partial(_in_folder, config, folder)
+        assert kill_often(make, tmp_path / f"round{round_}", 5, seed=round_) == 0
+        assert contents(tmp_path / "whole") == contents(tmp_path / f"out{round_}")
+
+
+def _in_folder(config: Callable, folder: dict, output: dict, **sections: Any) -> Any:
+    return config(output={**folder, **output}, **sections)
+
+
+def die(worker: Any, root: Path, task: Any, deaths: list[str], limit: int) -> None:
+    """Stands for `_Worker.give`: tasks of part-1 lose their process."""
+    worker.task = task
+    worker.connection.send((root, task))
+    if "part-1" in task.name and deaths.count(task.id) < limit:
+        deaths.append(task.id)
+        worker.process.kill()
+
+
+def test_dead_worker_costs_one_attempt(
+    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+    monkeypatch.setattr(local._Worker, "give", lambda self, root, task: die(self, root, task, deaths, 1))
+    preprocess(config("whole", executor=SMALL))
+    preprocess(config(output={"workers": 2}, executor=SMALL))
+    assert len(deaths) >= 5
+    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
+    log = [json.loads(line) for line in (tmp_path / "out" / "stages" / "log.jsonl").read_text().splitlines()]
+    again = [entry for entry in log if entry["event"] == "tried again"]
+    assert len(again) == len(deaths) and all("died by signal 9" in entry["message"] for entry in again)
+    assert {entry["stage"] for entry in log} == {"split", "read", "sample", "tokenizer", "tokenize", "write"}
+
+
+def test_task_that_always_dies_is_set_aside_and_the_rest_goes_on(
+    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+    executor, source = {"retries": 1, "shard_bytes": 2000}, two(tmp_path)  # less than a file: one shard each
+    with monkeypatch.context() as patch:
+        patch.setattr(local._Worker, "give", lambda self, root, task: die(self, root, task, deaths, 99))
+        with pytest.raises(ResourceError, match=r"1 tasks were set aside.*part-1.*died by signal 9.*run the same"):
+            preprocess(config(output={"workers": 2}, executor=executor, source=source))
+    assert len(deaths) == 2, "one retry"
+    read = tmp_path / "out" / "stages" / "read"
+    (log,) = read.glob("*.log")
+    assert log.read_text().count("died by signal 9") == 2
+    assert list(read.glob("*.json")), "the other file has been read"
+    preprocess(config(source=source))
+    preprocess(config("whole", source=source))
+    assert contents(tmp_path / "whole") == contents(tmp_path / "out") and not list(read.glob("*.log"))
+
+
+def two(tmp_path: Path) -> dict[str, Any]:
+    """Compressed files, which are never cut."""
+    import gzip
+
+    for part in range(2):
+        data = (tmp_path / "text" / f"part-{part}.jsonl").read_bytes()
+        (tmp_path / f"part-{part}.gz").write_bytes(gzip.compress(data, mtime=0))
+    return {"files": [f"{tmp_path}/part-*.gz"]}
+
+
+def test_orphaned_workers_end_themselves(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
-        "import multiprocessing, os, signal, sys, time\n"
-        "from concurrent.futures import ProcessPoolExecutor\n"
-        "from megafp8.corpus.tokenize import _start_worker\n"
+        "import os, signal, time\n"
+        "from megafp8.corpus.executors.local import _Worker\n"
         "if __name__ == '__main__':\n"
-        "    pool = ProcessPoolExecutor(2, multiprocessing.get_context('spawn'), _start_worker)\n"
-        "    print(*{pool.submit(os.getpid).result() for _ in range(4)}, flush=True)\n"
+        "    workers = [_Worker(), _Worker()]\n"
+        "    time.sleep(2)\n"
+        "    print(*[worker.process.pid for worker in workers], flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     workers = [int(pid) for pid in done.stdout.split()]
     assert workers, done.stderr
     deadline = time.monotonic() + 10
@@ -162,9 +206,10 @@ def test_disk_full_is_one_line_and_goes_on_later(
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(handle)
 
-    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="no space left"):
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="no space left") as caught:
         patch.setattr(os, "fsync", full)
-        preprocess(config(), snapshot_seconds=0)
+        preprocess(config())
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train.bin").exists()
     preprocess(config())
     assert contents(tmp_path / "whole") == contents(tmp_path / "out")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 
 from megafp8.core.errors import DataError, ResourceError
 from megafp8.core.jsonio import read_json
-from megafp8.corpus.run import preprocess
-from megafp8.corpus.tokenizer_stage import train_into
+from megafp8.corpus.documents import Document
+from megafp8.corpus.parts import read_lines, read_part
+from megafp8.corpus.run import preprocess, train_into
+from megafp8.corpus.steps.length import Length
 from megafp8.data import IndexedDataset
 from megafp8.data.tokenizer import load_tokenizer
 from megafp8.data.verify import problems, stats
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 
 FILES = {
     "manifest.json", "quarantine.jsonl", "tokenizer.model", "tokenizer_info.json",
-    "train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json",
+    "train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "stages",
 }  # fmt: skip
 
 
@@ -52,9 +55,91 @@ def test_what_a_run_leaves(config: Callable, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_bytes_do_not_depend_on_workers(contents: Callable, config: Callable, tmp_path: Path, workers: int) -> None:
-    preprocess(config("one"))
-    preprocess(config("more", output={"workers": workers, "folder": str(tmp_path / "more")}))
+    executor = {"shard_bytes": 12_000, "part_bytes": 8_000}
+    steps = [{"kind": "length", "min_characters": 100}]
+    preprocess(config("one", steps, executor=executor))
+    preprocess(config("more", steps, output={"workers": workers, "folder": str(tmp_path / "more")}, executor=executor))
     assert contents(tmp_path / "one") == contents(tmp_path / "more")
+    preprocess(config("large", steps))
+    one, large = contents(tmp_path / "one"), contents(tmp_path / "large")
+    assert {name for name in one if one[name] != large[name]} <= {
+        "manifest.json",
+        "tokenizer_info.json",
+        "dropped.jsonl.zst",
+    }
+    assert next(read_lines(tmp_path / "one" / "dropped.jsonl.zst"))["reason"] == "too short"
+
+
+def test_every_document_is_somewhere_by_id(config: Callable, tmp_path: Path, text: Path) -> None:
+    """Kept, dropped with a reason, quarantined, empty, in another language: once each, and nothing else."""
+    with open(text / "part-1.jsonl", "ab") as file:
+        file.write(b'{"text": 3}\nnot json\n\n')
+    steps = [{"kind": "length", "min_characters": 100}, {"kind": "length", "max_characters": 300}]
+    made = config("out", steps, source={"languages": ["de"]}, executor={"shard_bytes": 12_000, "part_bytes": 8_000})
+    counts = preprocess(made).manifest["counts"]
+    lines = [(path, number, line) for path in sorted(text.iterdir())
+             for number, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line]  # fmt: skip
+    ids, empty, other = [], [], []
+    for path, number, line in lines:
+        try:
+            value = json.loads(line)
+            name, body = value.get("id", f"{path}:{number}"), value["text"].strip()
+        except (ValueError, AttributeError):
+            continue
+        ids.append(name)
+        empty += [name] if not body else []
+        other += [name] if body and value.get("lang") != "de" else []
+    parts = sorted((tmp_path / "out" / "stages" / "read").glob("*.docs.zst"))
+    kept = [document.id for path in parts for document, _ in read_part(path)]
+    dropped = [entry["id"] for entry in read_lines(tmp_path / "out" / "dropped.jsonl.zst")]
+    assert sorted(kept + dropped + empty + other) == sorted(ids) and dropped and kept
+    assert (counts["num_records"], counts["num_bad"]) == (len(lines), 2)
+    assert (counts["num_empty"], counts["num_other_language"]) == (len(empty), len(other))
+    reasons = counts["dropped"]["length"]
+    assert sum(reasons.values()) == len(dropped) and set(reasons) == {"too short", "too long"}
+    train, valid = (IndexedDataset(tmp_path / "out" / split) for split in ("train", "valid"))
+    assert len(train) + len(valid) == len(kept)
+
+
+def test_a_step_that_fails_on_a_document_costs_that_document(
+    config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(self: Length, document: Document) -> Document:
+        if document.id in ("0-7", "1-9"):
+            raise KeyError("gone")
+        return replace(document, text=document.text + "!", metadata={"count:marks": 1, "kept": 2})
+
+    monkeypatch.setattr(Length, "apply", apply)
+    counts = preprocess(config("out", [{"kind": "length"}])).manifest["counts"]
+    assert counts["num_bad"] == 2 and "step length failed: KeyError: 'gone'" in counts["first_bad"]
+    assert counts["changed"] == {"length": 596} and counts["counted"] == {"length": {"marks": 596}}
+    (part,) = (tmp_path / "out" / "stages" / "read").glob("*.docs.zst")
+    assert {json.dumps(dict(document.metadata)) for document, _ in read_part(part)} == {'{"kept": 2}'}
+
+
+def test_added_files_cost_only_themselves(contents: Callable, config: Callable, tmp_path: Path, text: Path) -> None:
+    settings = {"tokenizer": {"path": "bytes"}, "executor": {"shard_bytes": 12_000}}
+    preprocess(config(**settings))
+    log = tmp_path / "out" / "stages" / "log.jsonl"
+    before = len(log.read_text().splitlines())
+    (text / "part-2.jsonl").write_text("".join(f'{{"text": "new {i}"}}\n' for i in range(100)))
+    preprocess(config(**settings))
+    entries = [json.loads(line) for line in log.read_text().splitlines()[before:]]
+    assert [entry["stage"] for entry in entries if entry["stage"] != "write"] == ["read", "tokenize"]
+    preprocess(config("fresh", **settings))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    before = len(log.read_text().splitlines())
+    preprocess(config(**{**settings, "split": {"valid_share": 0.2}}))
+    entries = [json.loads(line) for line in log.read_text().splitlines()[before:]]
+    assert {entry["stage"] for entry in entries} == {"tokenize", "write"}, "another split reads nothing again"
+
+
+def test_stages_need_not_be_kept(contents: Callable, config: Callable, tmp_path: Path) -> None:
+    preprocess(config())
+    preprocess(config("bare", output={"folder": str(tmp_path / "bare"), "keep_stages": False}))
+    assert not (tmp_path / "bare" / "stages").exists()
+    assert contents(tmp_path / "out") == contents(tmp_path / "bare")
+    assert preprocess(config(output={"folder": str(tmp_path / "bare")})).was_done
 
 
 def test_done_is_done(config: Callable, tmp_path: Path) -> None:
@@ -116,8 +201,8 @@ def test_too_many_bad_records_fail_with_evidence(config: Callable, tmp_path: Pat
         DataError, match=r"60 of 360 records are bad \(16.7%, allowed 1%\), first: .*part-1.jsonl:1: no"
     ):
         preprocess(config())
-    names = {path.name for path in (tmp_path / "out").iterdir() if not path.name.endswith(".partial")}
-    assert names == {"quarantine.jsonl", "tokenizer.model", "tokenizer_info.json", ".preprocess.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"quarantine.jsonl", "stages"}
+    assert len((tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()) == 60
     assert preprocess(config(source={"max_bad_share": 0.2})).manifest["counts"]["num_bad"] == 60
     with pytest.raises(DataError, match="60 of 360"):  # judged again, not "already done"
         preprocess(config())
@@ -141,7 +226,7 @@ def test_damaged_file_fails_unless_allowed(config: Callable, text: Path) -> None
         ({"split": {"valid_share": 0.9999}}, "validation split|train split"),
         ({"tokenizer": {"vocab_size": 30000}}, "largest that works"),
         ({"tokenizer": {"path": "/nowhere.model"}}, "no such tokenizer"),
-        ({"source": {"text_key": "body"}}, "no documents to train"),
+        ({"source": {"text_key": "body"}}, "no key 'body'"),
         ({"source": {"text_key": "body"}, "tokenizer": {"path": "bytes"}}, "no key 'body'"),
     ],
 )
@@ -152,8 +237,7 @@ def test_refusals_are_one_line_and_leave_no_outputs(
         preprocess(config(**change))
     assert "\n" not in str(caught.value)
     left = {path.name for path in (tmp_path / "out").glob("*")}
-    assert left <= {"tokenizer.model", "tokenizer_info.json", "quarantine.jsonl", ".preprocess.json"}
-    assert not [name for name in left if name.endswith(".partial")]
+    assert left <= {"tokenizer.model", "tokenizer_info.json", "quarantine.jsonl", "stages"}
 
 
 def test_empty_files_are_no_corpus(config: Callable, text: Path) -> None:
@@ -256,5 +340,5 @@ def test_configuration_errors(config: Callable, source: dict[str, Any], words: s
 
 
 def test_no_torch_in_preprocessing() -> None:
-    code = "import sys, megafp8.corpus.run, megafp8.corpus.tokenizer_stage\nassert 'torch' not in sys.modules"
+    code = "import sys, megafp8.corpus.run, megafp8.corpus.executors.local\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -1,0 +1,1 @@
+"""One file a kind of executor: where tasks run. None changes a byte of what they make."""

@@ -1,0 +1,54 @@
+"""What decides the bytes of a corpus: its configuration without what only judges, places or hurries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megafp8.core.config import to_dict
+from megafp8.corpus.config import CorpusConfig, SourceConfig
+from megafp8.corpus.mapping import step_values
+from megafp8.corpus.readers import FileSource, Source
+from megafp8.corpus.stdlib_docs import StdlibSource
+
+PIPELINE_VERSION = 1  # raise it when the same configuration and text give other bytes
+
+
+def open_source(config: SourceConfig) -> Source:
+    """The source of the configured kind; inputs are found, none is read.
+
+    Raises:
+        DataError: no input.
+    """
+    return StdlibSource(config) if config.kind == "python_stdlib" else FileSource(config)
+
+
+def fingerprint(values: Mapping[str, Any]) -> str:
+    """sha256 of a configuration as canonical JSON."""
+    text = json.dumps({"pipeline": PIPELINE_VERSION, **values}, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def source_values(config: CorpusConfig) -> dict[str, Any]:
+    """What decides which documents there are and in which split: not the limit of bad ones, which only judges."""
+    source = to_dict(config.source)
+    for judging in ("max_bad_share", "keep_damaged_files"):
+        del source[judging]
+    for later in ("valid_files", "languages"):  # keys that came later change no fingerprint where they are not used
+        if not source[later]:
+            del source[later]
+    values = {"source": source, "split": to_dict(config.split)}
+    return values | ({"steps": [step_values(table) for table in config.steps]} if config.steps else {})
+
+
+def tokenizer_fingerprint(config: CorpusConfig) -> str:
+    """Of all that decides a trained tokenizer, but for the inputs."""
+    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer)})
+
+
+def corpus_fingerprint(config: CorpusConfig, named_tokenizer: str) -> str:
+    """Of all that decides the corpus, but for the inputs; `named_tokenizer`: fingerprint of `tokenizer.path`, or ""."""
+    named = {"tokenizer_file": named_tokenizer} if named_tokenizer else {}
+    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer), **named})

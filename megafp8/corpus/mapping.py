@@ -1,0 +1,106 @@
+"""Steps that take one document at a time, in a row, and the account of what they did.
+
+Each document that comes in is counted once: kept, dropped by a step with a reason, or bad because a step failed on
+it. All that were dropped are listed by id; the first few of each reason with the beginning of their text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megafp8.core.config import to_dict
+from megafp8.corpus.documents import Bad, Document, Dropped
+from megafp8.corpus.parts import LinesWriter
+from megafp8.corpus.step_registry import make_step
+from megafp8.corpus.tasks import Work
+
+DROPPED = "dropped.zst"
+_SAMPLES = 5  # of each reason in each task
+_SAMPLE_CHARACTERS = 400
+_COUNT = "count:"  # begins the metadata keys that are added up, see `Document`
+
+
+def step_values(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a step decides the bytes of what comes behind it: kind, version, and all options, default or not."""
+    step = make_step(table)
+    return {"kind": table["kind"], "version": step.version, "options": to_dict(step)}
+
+
+def steps_of(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The steps that `step_values` described."""
+    return [make_step({"kind": one["kind"], **one["options"]}) for one in values]
+
+
+class Mapper:
+    """Runs steps on documents and keeps the account.
+
+    Attributes:
+        dropped: {step: {reason: documents}}.
+        changed: {step: documents whose text it changed}.
+        counted: {step: {name: number}}, sums of what steps count ("count:" keys of the metadata).
+        failed: documents on which a step raised an error; they are bad records.
+    """
+
+    def __init__(self, steps: Sequence[Any], work: Work) -> None:
+        self._steps, self._work = steps, work
+        self._log: LinesWriter | None = None
+        self.dropped: dict[str, Counter[str]] = {}
+        self.changed: Counter[str] = Counter()
+        self.counted: dict[str, Counter[str]] = {}
+        self.failed: list[Bad] = []
+        self.num_dropped = 0
+
+    def apply(self, document: Document, *, file: str, line: int) -> Document | None:
+        """The document as the steps leave it, or None if it was dropped or a step failed; the account has it."""
+        for step in self._steps:
+            try:
+                result = step.apply(document)
+            except Exception as error:
+                reason = f"step {step.name} failed: {type(error).__name__}: {error}"
+                self.failed.append(Bad(file, line, reason, document.text[:120]))
+                return None
+            if isinstance(result, Dropped):
+                self.drop(step.name, document, result)
+                return None
+            if result is not document:
+                self.changed[step.name] += result.text != document.text
+                document = self._without_counts(step.name, result)
+                if document.is_empty:
+                    self.drop(step.name, document, Dropped("no text left"))
+                    return None
+        return document
+
+    def drop(self, step: str, document: Document, why: Dropped) -> None:
+        """Enter a document that is not kept."""
+        if self._log is None:
+            self._log = LinesWriter(self._work.output(DROPPED))
+        reasons = self.dropped.setdefault(step, Counter())
+        reasons[why.reason] += 1
+        self.num_dropped += 1
+        entry = {"id": document.id, "lang": document.language, "step": step, **dataclasses.asdict(why)}
+        if reasons[why.reason] <= _SAMPLES:
+            entry["text"] = document.text[:_SAMPLE_CHARACTERS]
+        self._log.add(entry)
+
+    def _without_counts(self, step: str, document: Document) -> Document:
+        found = {key: value for key, value in document.metadata.items() if key.startswith(_COUNT)}
+        if not found:
+            return document
+        sums = self.counted.setdefault(step, Counter())
+        for key, value in found.items():
+            sums[key.removeprefix(_COUNT)] += value
+        rest = {key: value for key, value in document.metadata.items() if key not in found}
+        return dataclasses.replace(document, metadata=rest)
+
+    def close(self) -> dict[str, Any]:
+        """The account, for the task's record."""
+        if self._log is not None:
+            self._log.close()
+        return {
+            "dropped": {step: dict(reasons) for step, reasons in self.dropped.items()},
+            "changed": {step: count for step, count in self.changed.items() if count},
+            "counted": {step: dict(sums) for step, sums in self.counted.items()},
+        }

@@ -1,0 +1,124 @@
+"""Documents between stages: parts of zstd-compressed JSON lines, and views of them with rows left out.
+
+A row of a part is one document. A global step does not write documents anew: it gives the rows of a part to drop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import zstandard
+
+from megafp8.corpus.compressed import InputStream
+from megafp8.corpus.documents import Document
+from megafp8.corpus.tasks import Input, Work
+
+_LEVEL = 3
+
+
+@dataclass(frozen=True)
+class View:
+    """A part, and the rows of it that earlier global steps have dropped.
+
+    Attributes:
+        rows: documents in the part, dropped ones included.
+        text_bytes: of these.
+        drops: `.npy` files, each int64 [n], sorted row numbers.
+    """
+
+    part: Input
+    rows: int
+    text_bytes: int
+    drops: tuple[Input, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """As the inputs of a task that reads it with `read_view`."""
+        return (self.part, *self.drops)
+
+
+class PartWriter:
+    """Writes kept documents into parts of about `part_bytes` of text; `parts` says what each holds."""
+
+    def __init__(self, work: Work, part_bytes: int) -> None:
+        self._work, self._part_bytes = work, part_bytes
+        self.parts: list[dict[str, Any]] = []
+        self.text_bytes = 0
+        self._out: LinesWriter | None = None
+
+    def add(self, document: Document, held_out: bool) -> None:
+        """Append a document; `held_out`: it is for validation, whatever its text's hash says."""
+        if self._out is None or self.parts[-1]["text_bytes"] >= self._part_bytes:
+            self.close()
+            name = f"{len(self.parts):05d}.docs.zst"
+            self._out = LinesWriter(self._work.output(name))
+            self.parts.append({"name": name, "rows": 0, "text_bytes": 0})
+        self._out.add(document_values(document) | ({"held_out": True} if held_out else {}))
+        self.parts[-1]["rows"] += 1
+        size = len(document.text.encode("utf-8"))
+        self.parts[-1]["text_bytes"] += size
+        self.text_bytes += size
+
+    def close(self) -> None:
+        """End the part that is being written."""
+        if self._out is not None:
+            self._out.close()
+            self._out = None
+
+
+class LinesWriter:
+    """Compressed JSON lines; nothing of the time or the machine is in the bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115 (closed by close)
+        self._out = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(self._file, closefd=False)
+
+    def add(self, value: Any) -> None:
+        """Append one value as a line."""
+        self._out.write(json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n")
+
+    def close(self) -> None:
+        """End the frame; without it readers take the file for cut."""
+        self._out.close()
+        self._file.close()
+
+
+def document_values(document: Document) -> dict[str, Any]:
+    """A document as JSON values."""
+    values: dict[str, Any] = {
+        "id": document.id, "text": document.text, "lang": document.language, "source": document.source,
+    }  # fmt: skip
+    return values | ({"meta": dict(document.metadata)} if document.metadata else {})
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """The values of a file of `LinesWriter`."""
+    with InputStream(path) as stream:
+        while line := stream.reader.readline():
+            yield json.loads(line)
+
+
+def read_part(path: Path) -> Iterator[tuple[Document, bool]]:
+    """(document, held out for validation) of each row."""
+    for value in read_lines(path):
+        document = Document(value["id"], value["text"], value["lang"], value["source"], value.get("meta", {}))
+        yield document, value.get("held_out", False)
+
+
+def read_view(work: Work, first: int = 0) -> Iterator[tuple[int, Document, bool]]:
+    """(row, document, held out) of what is left of a view whose files are a task's inputs from `first` on.
+
+    Raises:
+        DataError: a file changed since it was made.
+    """
+    dropped: set[int] = set()
+    for number in range(first + 1, len(work.inputs)):
+        dropped.update(np.load(work.checked(number)).tolist())
+    for row, (document, held_out) in enumerate(read_part(work.checked(first))):
+        if row not in dropped:
+            yield row, document, held_out

@@ -1,0 +1,111 @@
+"""Which tasks a corpus is made of: pure functions of configuration, inputs, and records of earlier stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megafp8.core.config import to_dict
+from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.identity import source_values
+from megafp8.corpus.mapping import step_values
+from megafp8.corpus.parts import View
+from megafp8.corpus.readers import Source
+from megafp8.corpus.shards import Shard, is_large, outside, plan_shards, ranges, shard_values
+from megafp8.corpus.stages.sample import TEXTS
+from megafp8.corpus.tasks import Task
+from megafp8.data.tokenizer import Tokenizer, identity
+
+# sampled beyond what is needed on average: the sum of 1.3 times the bytes falls short once in a great many corpora
+_MORE = 1.3
+
+
+class Planner:
+    """Makes the tasks of each stage."""
+
+    def __init__(self, config: CorpusConfig, source: Source) -> None:
+        self._config, self._source = config, source
+        self._held_out: set[str] = getattr(source, "held_out", set())
+        self._source_values = source_values(config)["source"]
+
+    def split_tasks(self) -> dict[str, list[Task]]:
+        """For each file that is read by several tasks: the tasks that look for its line ends."""
+        size, found = self._config.executor.shard_bytes, {}
+        for file in self._source.files:
+            if is_large(file, self._config.source, size):
+                found[file.path] = [
+                    Task("split", f"{file.path}[{a}:{b}]", {}, (outside(file, a, b),), num_bytes=b - a)
+                    for a, b in ranges(file, size)
+                ]
+        return found
+
+    def shards(self, cuts: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Shard]:
+        """The shards of the input; `cuts` as for `plan_shards`."""
+        return plan_shards(self._source.files, self._config.source, self._config.executor.shard_bytes, cuts)
+
+    def read_tasks(self, cuts: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Task]:
+        """A task for each shard."""
+        config = self._config
+        steps = [step_values(table) for table in config.steps]
+        common = {"steps": steps, "part_bytes": config.executor.part_bytes}
+        tasks = []
+        for shard in self.shards(cuts):
+            values = shard_values(shard, self._source_values, self._held_out) | common
+            tasks.append(Task("read", shard.name, values, shard.inputs, num_bytes=shard.num_bytes))
+        return tasks
+
+    def views(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> list[View]:
+        """The parts that tasks of `read` or `map` have made; those of tasks that were set aside are missing."""
+        return [
+            View(task.output(record, part["name"]), part["rows"], part["text_bytes"])
+            for task, record in zip(tasks, records)
+            if record
+            for part in record["counts"]["parts"]
+        ]
+
+    def sample_share(self, views: Sequence[View]) -> float:
+        """Share of the train split's documents that is enough to draw the tokenizer's sample from."""
+        text_bytes = sum(view.text_bytes for view in views) * (1 - self._config.split.valid_share)
+        wanted = _MORE * self._config.tokenizer.train_bytes
+        return min(1.0, wanted / text_bytes) if text_bytes else 1.0
+
+    def sample_tasks(self, views: Sequence[View], share: float) -> list[Task]:
+        """A task for each part."""
+        values = {"split": to_dict(self._config.split), "limit": int(share * 2.0**64)}
+        return [Task("sample", v.part.path, values, v.inputs, num_bytes=v.text_bytes) for v in views]
+
+    def tokenizer_task(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> Task:
+        """Training, on what the tasks of `sample` have found."""
+        settings = to_dict(self._config.tokenizer)
+        del settings["path"]
+        inputs = tuple(task.output(record, TEXTS) for task, record in zip(tasks, records))
+        values = {"tokenizer": settings, "seed": self._config.split.seed}
+        return Task("tokenizer", "tokenizer", values, inputs)
+
+    def tokenize_tasks(self, views: Sequence[View], spec: str, fingerprint: str, dtype: str) -> list[Task]:
+        """A task for each part."""
+        values = {"tokenizer": fingerprint, "dtype": dtype, "split": to_dict(self._config.split)}
+        hints = {"tokenizer": spec}
+        return [Task("tokenize", v.part.path, values, v.inputs, hints, v.text_bytes) for v in views]
+
+    def write_task(
+        self,
+        pieces: Sequence[tuple[Task, Mapping[str, Any]]],
+        split: str,
+        tokenizer: Tokenizer,
+        summary: Mapping[str, Any],
+    ) -> Task:
+        """Joining the pieces of a split; `summary` goes into its side file."""
+        inputs = tuple(
+            task.output(record, f"{split}.{what}")
+            for task, record in pieces
+            if record["counts"]["splits"][split]["documents"]
+            for what in ("ids", "lengths")
+        )
+        values = {
+            "split": split,
+            "dtype": pieces[0][0].values["dtype"],
+            "vocab_size": tokenizer.vocab_size,
+            "metadata": {"tokenizer": identity(tokenizer), **summary},
+        }
+        return Task("write", split, values, inputs, num_bytes=sum(one.num_bytes for one in inputs))

@@ -1,0 +1,142 @@
+"""Runs the tasks of one stage: what is done stays, the rest goes to the executor, what fails is set aside.
+
+Says so on one progress line, and in `log.jsonl`: an object a line with time, event, stage, task and counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megafp8.core.log import event, get_logger
+from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.executors.interface import FINAL, Executor, Failure
+from megafp8.corpus.progress import Progress
+from megafp8.corpus.tasks import Task, load_record
+
+LOG = "log.jsonl"
+_SHOWN = ("documents", "text_bytes", "tokens", "dropped")
+_log = get_logger(__name__)
+
+
+def open_executor(config: CorpusConfig) -> Executor:
+    """The executor of the configured kind.
+
+    Raises:
+        ConfigError: it lacks a package, or a command.
+    """
+    module = importlib.import_module(f"megafp8.corpus.executors.{config.executor.kind}")
+    executor: Executor = module.EXECUTOR(config)
+    return executor
+
+
+class StageRun:
+    """Runs stages of one corpus.
+
+    Attributes:
+        tasks: all tasks that the corpus is made of, done or not.
+        set_aside: the failures that were final.
+    """
+
+    def __init__(self, root: Path, executor: Executor) -> None:
+        self.root, self._executor = root, executor
+        self.tasks: list[Task] = []
+        self.set_aside: list[Failure] = []
+
+    def run(self, label: str, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+        """Records of the tasks, in order; {} for one that was set aside."""
+        self.tasks += tasks
+        records = {task.id: load_record(self.root, task) for task in tasks}
+        todo = list({task.id: task for task in tasks if not records[task.id]}.values())
+        if todo:
+            listener = _Listener(self.root, label, tasks, records)
+            with listener.bar:
+                self._executor.run(self.root, todo, listener)
+            self.set_aside += listener.set_aside
+            records |= {task.id: load_record(self.root, task) for task in todo}
+        return [records[task.id] for task in tasks]
+
+    def stop_if_failed(self) -> None:
+        """Raise if a task was set aside: what comes now needs all of them."""
+        if not self.set_aside:
+            return
+        first = self.set_aside[0]
+        if first.kind in FINAL:
+            more = f" (and {len(self.set_aside) - 1} other tasks)" if len(self.set_aside) > 1 else ""
+            raise first.error(f"{first.message}{more}; log: {first.log}")
+        raise first.error(
+            f"{len(self.set_aside)} tasks were set aside, first: {first.task.stage} {first.task.name}: "
+            f"{first.message}; log: {first.log}; run the same command again to try them once more, all others are done"
+        )
+
+
+class _Listener:
+    """Adds up what tasks tell, for the progress line, and writes the log."""
+
+    def __init__(self, root: Path, label: str, tasks: Sequence[Task], records: Mapping[str, dict[str, Any]]) -> None:
+        self._file = root / LOG
+        self.set_aside: list[Failure] = []
+        self.bar = Progress(label, sum(task.num_bytes for task in tasks))
+        self._done_bytes = sum(task.num_bytes for task in tasks if records[task.id])
+        self._sums = dict.fromkeys(_SHOWN, 0)
+        for task in tasks:
+            self._add(shown_counts(records[task.id].get("counts", {})))
+        self._running: dict[str, Mapping[str, int]] = {}
+        self.bar.begin(**self._sums)
+
+    def _add(self, counts: Mapping[str, int]) -> None:
+        for name in _SHOWN:
+            self._sums[name] += counts.get(name, 0)
+
+    def _show(self) -> None:
+        running = self._running.values()
+        sums = {name: self._sums[name] + sum(c.get(name, 0) for c in running) for name in _SHOWN}
+        self.bar.update(
+            self._done_bytes + sum(c.get("done_bytes", 0) for c in running),
+            **{name: count for name, count in sums.items() if count},
+        )
+
+    def progress(self, task: Task, counts: Mapping[str, int]) -> None:
+        self._running[task.id] = counts
+        self._show()
+
+    def done(self, task: Task, record: Mapping[str, Any]) -> None:
+        self._running.pop(task.id, None)
+        self._done_bytes += task.num_bytes
+        counts = shown_counts(record["counts"])
+        self._add(counts)
+        self._show()
+        self._write("done", task, seconds=record["seconds"], num_bytes=task.num_bytes, **counts)
+
+    def failed(self, failure: Failure) -> None:
+        self._running.pop(failure.task.id, None)
+        what = "set aside" if failure.is_final else "tried again"
+        if failure.is_final:
+            self.set_aside.append(failure)
+        self._write(what, failure.task, kind=failure.kind, message=failure.message, log=str(failure.log))
+        if not failure.is_final or failure.kind not in FINAL:
+            name = f"{failure.task.stage} {failure.task.name}"
+            event(_log, f"task failed and is {what}", task=name, because=failure.message)
+
+    def _write(self, what: str, task: Task, **values: Any) -> None:
+        entry = {"time": round(time.time(), 3), "event": what, "stage": task.stage, "task": task.id, "name": task.name}
+        with open(self._file, "a", encoding="utf-8") as log:
+            log.write(json.dumps(entry | values, ensure_ascii=False) + "\n")
+
+
+def shown_counts(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Of a record's counts what the progress line shows."""
+    if "splits" in counts:
+        splits = counts["splits"].values()
+        return {name: sum(split[name] for split in splits) for name in ("documents", "text_bytes", "tokens")}
+    if "num_records" in counts:
+        dropped = sum(sum(reasons.values()) for reasons in counts["dropped"].values())
+        text_bytes = sum(part["text_bytes"] for part in counts["parts"])
+        return {"documents": counts["num_records"], "text_bytes": text_bytes, "dropped": dropped}
+    if "train_documents" in counts:
+        return {"documents": counts["train_documents"], "text_bytes": counts["train_bytes"]}
+    return {}

@@ -1,0 +1,112 @@
+"""Kept documents -> token ids, by split: `SPLIT.ids` (all ids, each document ended) and `SPLIT.lengths` (int32)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megafp8.core.config import build
+from megafp8.core.errors import DataError
+from megafp8.corpus.config import SplitConfig
+from megafp8.corpus.documents import Document, split_of
+from megafp8.corpus.parts import read_view
+from megafp8.corpus.tasks import Work
+from megafp8.data.indexed_writer import as_ids
+from megafp8.data.tokenizer import Tokenizer, load_tokenizer
+
+VERSION = 1
+SPLITS = ("train", "valid")
+OTHER = "(other)"
+_MAX_NAMES = 1000  # different sources kept apart; a corpus may name a URL for each document
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 1024
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(spec: str, fingerprint: str) -> Tokenizer:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(f"{spec}: changed while the corpus was being tokenized; run the same command again")
+    return tokenizer
+
+
+def run(work: Work) -> dict[str, Any]:
+    """`splits`: documents, tokens, text_bytes, languages, sources of each."""
+    values = work.values
+    tokenizer = _tokenizer(work.hints["tokenizer"], values["tokenizer"])
+    split_config, dtype = build(SplitConfig, values["split"]), np.dtype(values["dtype"])
+    with ExitStack() as stack:
+        parts = {name: _SplitWriter(work, name, dtype, stack) for name in SPLITS}
+        for batch in _batches(work):
+            for name in SPLITS:
+                found = [
+                    document
+                    for document, held_out in batch
+                    if ("valid" if held_out else split_of(document.text, split_config)) == name
+                ]
+                if found:
+                    parts[name].add(found, tokenizer)
+            sums = {key: sum(getattr(p, key) for p in parts.values()) for key in ("documents", "text_bytes", "tokens")}
+            work.report(done_bytes=sums["text_bytes"], **sums)
+    return {"splits": {name: part.counts() for name, part in parts.items()}}
+
+
+def _batches(work: Work) -> Iterator[list[tuple[Document, bool]]]:
+    batch: list[tuple[Document, bool]] = []
+    size = 0
+    for _, document, held_out in read_view(work):
+        batch.append((document, held_out))
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    """What a task adds to one split."""
+
+    def __init__(self, work: Work, name: str, dtype: np.dtype, stack: ExitStack) -> None:
+        self._ids = stack.enter_context(open(work.output(f"{name}.ids"), "wb"))  # noqa: SIM115
+        self._lengths = stack.enter_context(open(work.output(f"{name}.lengths"), "wb"))  # noqa: SIM115
+        self._dtype = dtype
+        self.documents = self.text_bytes = self.tokens = 0
+        self._languages: Counter[str] = Counter()
+        self._sources: Counter[str] = Counter()
+
+    def add(self, documents: list[Document], tokenizer: Tokenizer) -> None:
+        encoded = tokenizer.encode_batch([document.text for document in documents])
+        end = (tokenizer.eod_id,)
+        ids = as_ids(np.fromiter(chain.from_iterable(chain(one, end) for one in encoded), np.int64), self._dtype)
+        self._ids.write(ids.tobytes())
+        self._lengths.write(np.asarray([len(one) + 1 for one in encoded], "<i4").tobytes())
+        self.documents += len(documents)
+        self.tokens += len(ids)
+        self.text_bytes += sum(len(document.text.encode("utf-8")) for document in documents)
+        for counter, names in (
+            (self._languages, [document.language for document in documents]),
+            (self._sources, [document.source for document in documents]),
+        ):
+            add_names(counter, Counter(names))
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "languages": dict(self._languages),
+            "sources": dict(self._sources),
+        }
+
+
+def add_names(counter: Counter[str], more: Counter[str] | dict[str, int]) -> None:
+    """Add counts by name; what comes after the first 1,000 names is counted together."""
+    for name, count in sorted(more.items()):
+        counter[name if name in counter or len(counter) < _MAX_NAMES else OTHER] += count
