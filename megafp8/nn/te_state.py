@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,13 @@ Tensor = torch.Tensor
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 # table and place in a GEMM's 3 (forward) or 2 (backward) columns
 _PLACES = {"input": (_FORWARD, 3, 0), "weight": (_FORWARD, 3, 1), "grad_output": (_BACKWARD, 2, 0)}
+
+
+class Named(NamedTuple):
+    """Takes a Backend's place in a state."""
+
+    name: str = "te"
+    reason: str = "asked for by name"
 
 
 @dataclass(eq=False)
@@ -31,7 +38,7 @@ class EngineState:
         gemms: numbers of the linear's GEMMs in the module; several (experts) share the first one's state.
         initialize: gives the module its tables, if it has none yet.
         renew: makes the module quantize its weights again.
-        roles, observer: as of a LinearState; Transformer Engine updates its own scales, and shows no tensors.
+        roles, observer, backend: as of a LinearState; Transformer Engine updates its own scales, and shows no tensors.
     """
 
     name: str
@@ -46,6 +53,7 @@ class EngineState:
         self.roles: dict[str, Any] = {}
         self.observer: Any = None
         self.keeps_weight, self.step = True, 0
+        self.backend = Named()
 
     def tensors(self) -> dict[str, Tensor]:
         """`{"input.scale": ...}` as of a LinearState: live; empty for a recipe without memory."""

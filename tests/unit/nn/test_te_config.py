@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from megafp8.nn.precision import PrecisionConfig, backend_problems
 from megafp8.nn.te_config import TEConfig, installed_problem, te_problems
+from megafp8.train.config import check_run
+from tests.distributed.small_run import run_config
 
 FINE: dict[str, Any] = {
     "recompute": "none", "recompute_modules": ("norm", "activation"), "full_shard": False, "pipeline": False,
@@ -78,6 +81,18 @@ def test_what_a_run_may_not_be(options: dict[str, Any], facts: dict[str, Any], s
     assert te_problems(TEConfig(**options), **FINE) == []
     [problem] = te_problems(TEConfig(**options), **{**FINE, **facts})
     assert said in problem and "\n" not in problem
+
+
+def test_a_run_hears_of_all_of_it_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    config = run_config(
+        precision={"dtype": "bf16", "recipe": "delayed", "backend": "te", "options": {"reduce_amax": False}},
+        parallel={"tp": 2, "dp_shard": "full"}, train={"recompute": "selective"},
+    )  # fmt: skip
+    config = replace(config, log=replace(config.log, fp8_interval=5))
+    lines = "\n".join(check_run(config, 2))
+    for said in ("is not installed", "recompute_modules", "dp_shard = 'full'", "log.fp8_interval", "reduce_amax"):
+        assert said in lines, said
 
 
 def test_what_is_fine() -> None:
