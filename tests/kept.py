@@ -20,13 +20,20 @@ class _Made(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {_storage_of(x) for x in tree_leaves((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in known:
                 storage = x.untyped_storage()
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
+
+
+def _storage_of(x: Any) -> int | None:
+    """Of a tensor, or of a storage that a view is made on (`Tensor.set_`)."""
+    if isinstance(x, torch.Tensor):
+        return x.untyped_storage()._cdata
+    return x._cdata if isinstance(x, torch.UntypedStorage) else None
 
 
 def kept_bytes(forward: Callable[[], Any]) -> int:

@@ -116,7 +116,7 @@ class _QuantizedGrouped(torch.autograd.Function):
         columns: Tensor | None,
         record: bool,
     ) -> Tensor:
-        spread = RowBlocks(counts.tolist(), row_multiple(state), x.device)
+        spread = RowBlocks(counts.tolist(), row_multiple(state))
         if codes is None:
             codes = state.quantize("input", spread.apart(x.detach()), record=record, group=group, columnwise=record)
         if columns is None:

@@ -89,7 +89,7 @@ def test_rows_between_experts_are_zeros_whatever_lay_there() -> None:
     """TransformerEngine PR 2547: padded rows held what was in memory, and its scales were NaN."""
     poison = torch.full((4096,), float("nan"))
     del poison
-    blocks = RowBlocks([5, 0, 33], 32, torch.device("cpu"))
+    blocks = RowBlocks([5, 0, 33], 32)
     x = torch.randn(38, 16)
     apart = blocks.apart(x)
     assert blocks.counts == [32, 0, 64] and apart.shape == (96, 16)
