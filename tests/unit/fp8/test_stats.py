@@ -103,8 +103,8 @@ def test_blocks_of_zeros_are_left_out_of_the_scales():
 
 
 def test_compiled_is_the_same():
-    for name in ("current", "mxfp8"):
-        x, spec = operands()[0], recipe(name).spec("input")
+    for name, role in (("current", "input"), ("mxfp8", "input"), ("blockwise", "weight")):
+        x, spec = operands(rows=256)[ROLES.index(role)], recipe(name).spec(role)
         operand = backend("emulated", "fast", compiled=False).quantize(x, spec, None)[0].rows
         plain, fused = (measure(x, operand, compiled=compiled).tolist() for compiled in (False, True))
         assert fused[2] == pytest.approx(plain[2], rel=2**-19)  # squares, as above
