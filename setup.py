@@ -27,10 +27,10 @@ CORE = [
 HF = ["transformers>=5.3", "tokenizers"]  # below: code runs through a config (CVE-2026-4372)
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]"],
-    "corpus": ["tokenizers"],
+    "corpus": ["tokenizers", "rensa"],
     "hf": HF,
     "contract": ["megatron-core", "transformer-engine", "einops", "onnxscript"],
-    "dev": [*HF, "pytest", "pytest-xdist", "psutil", "ruff", "mypy"],
+    "dev": [*HF, "rensa", "pytest", "pytest-xdist", "psutil", "ruff", "mypy"],
 }
 
 setup(

@@ -1,0 +1,1 @@
+"""Steps that look at the whole corpus: exact and near duplicates of documents, repeated paragraphs and lines."""
