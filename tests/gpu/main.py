@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import machine
-from tests.gpu.summary import summary_lines
+from tests.gpu.summary import against_bf16, comparison_lines, summary_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "tests" / "gpu" / "launch.py"
@@ -123,6 +123,7 @@ def main(words: list[str] | None = None) -> int:
         "seconds": round(time.monotonic() - started, 1),
         "exit_code": code,
         "failed": failed,
+        "against_bf16": against_bf16(session.results),
         "parts": session.results,
     }
     target = args.out / "gpu.json"
@@ -135,6 +136,7 @@ def _print_end(figures: dict[str, Any], target: Path) -> None:
     counts = [found["status"] for found in figures["parts"].values()]
     said = ", ".join(f"{counts.count(s)} {s}" for s in ("passed", "failed", "error", "skipped") if s in counts)
     print(f"== {said} in {figures['seconds']:.0f} s; {figures['mode']}; all figures in {target}")
+    print("".join(f"   {line}\n" for line in comparison_lines(figures["against_bf16"])), end="")
     for name in figures["failed"]:
         found = figures["parts"][name]
         print(f"   {name}: {found['status']}: {found.get('reason', 'see its checks')}")

@@ -54,6 +54,30 @@ def _training(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def against_bf16(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each FP8 training beside the BF16 one: speed, memory, and the loss over the steps that both took."""
+    base, compared = parts.get("train bf16", {}), {}
+    for name, found in parts.items():
+        if name == "train bf16" or not ("tokens_per_second" in found and "tokens_per_second" in base):
+            continue
+        last = list(zip(found["losses"], base["losses"]))[-10:]
+        compared[name] = {
+            "speedup": found["tokens_per_second"] / base["tokens_per_second"],
+            "peak_memory": found["peak_memory_bytes"] / base["peak_memory_bytes"],
+            "mean_loss_difference": sum(mine - other for mine, other in last) / len(last),
+        }
+    return compared
+
+
+def comparison_lines(compared: dict[str, dict[str, float]]) -> list[str]:
+    """`against_bf16` for the screen."""
+    return [
+        f"{name}: {ratio['speedup']:.2f} x BF16's tokens/s, {ratio['peak_memory']:.2f} x its memory, loss "
+        f"{ratio['mean_loss_difference']:+.4f} (mean of the last steps)"
+        for name, ratio in compared.items()
+    ]
+
+
 def _linear(kind: str, figures: dict[str, Any]) -> str:
     if "reason" in figures:
         return f"{kind:<10} skipped: {brief(figures['reason'])}"

@@ -16,6 +16,7 @@ from megafp8.train.config import load_run_config
 from tests.gpu import main, training
 from tests.gpu.correctness import Checks
 from tests.gpu.report import Clock, Figures
+from tests.gpu.summary import against_bf16, comparison_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +43,7 @@ def test_dry_run_goes_the_whole_way(tmp_path):
         assert parts[name]["tokens_per_second"] > 0 and 0 < parts[name]["mfu_causal"] < parts[name]["mfu_full"]
         assert parts[name]["peak_memory_bytes"] > 0
     assert parts["train delayed auto"]["backend"] == "emulated"
+    assert set(found["against_bf16"]) == {"train delayed native", "train delayed auto"}
     assert parts["train delayed native"]["backend"] == "native" and parts["train delayed native"]["fp8_linears"] == 8
 
 
@@ -101,6 +103,14 @@ def test_a_recipe_that_kills_its_process_is_named_and_the_others_go_on(session, 
     assert {name: r["status"] for name, r in found["recipes"].items()} == {"a": "passed", "b": "error", "c": "passed"}
     assert "illegal address" in found["recipes"]["b"]["reason"] and found["status"] == "error"
     assert calls[1][-2:] == ("--without", "a,b")
+
+
+def test_fp8_is_put_beside_bf16():
+    base = {"tokens_per_second": 100.0, "peak_memory_bytes": 200, "losses": [3.0, 2.0, 1.0]}
+    fp8 = {"tokens_per_second": 150.0, "peak_memory_bytes": 150, "losses": [3.0, 2.5]}
+    found = against_bf16({"train bf16": base, "train delayed native": fp8, "train te": {"status": "skipped"}})
+    assert found == {"train delayed native": {"speedup": 1.5, "peak_memory": 0.75, "mean_loss_difference": 0.25}}
+    assert "1.50 x BF16's tokens/s" in comparison_lines(found)[0]
 
 
 def test_exit_code_says_whether_a_check_failed(tmp_path, monkeypatch):
