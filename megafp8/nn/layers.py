@@ -271,9 +271,8 @@ class OwnLayers:
         s = self.shape
         if s.activation == "swiglu":
             return self._gated(name, s.ffn_hidden_size, bias=s.mlp_bias)
-        down = self._row(f"{name}.down", s.ffn_hidden_size, bias=s.mlp_bias)
         up = self._column(f"{name}.up", (s.ffn_hidden_size,), bias=s.mlp_bias)
-        return GELU(up, down, kernels=self.kernels)
+        return GELU(up, self._row(f"{name}.down", s.ffn_hidden_size, bias=s.mlp_bias), kernels=self.kernels)
 
     def moe(self, name: str) -> nn.Module:
         s, moe = self.shape, self.shape.moe

@@ -46,8 +46,10 @@ def two_steps(rank: int, world: int, name: str, sizes: dict[str, Any], engine: b
 
 def _two_steps(world: int, name: str, sizes: dict[str, Any], backend: Any) -> tuple[list[float], Any, Any]:
     config = replace(make(ModelConfig, preset(name)), num_layers=2, ffn_hidden_size=192)
-    kv_heads = sizes.pop("kv_heads", config.num_kv_heads)
-    config = replace(config, num_kv_heads=kv_heads)
+    moe = config.moe
+    if moe.num_experts:  # halves are multiples of 16
+        moe = replace(moe, ffn_hidden_size=64, shared_ffn_hidden_size=64 * moe.num_shared_experts)
+    config = replace(config, num_kv_heads=sizes.pop("kv_heads", config.num_kv_heads), moe=moe)
     mesh = build_mesh(ParallelConfig(**sizes), world, kv_heads=config.num_kv_heads)
     precision = PrecisionConfig(
         recipe="delayed", backend=backend, emulation="exact", warmup_steps=0, te=TEConfig(layernorm_mlp=False)
@@ -134,8 +136,10 @@ def test_replicas_that_gather_their_weights_train_as_ours() -> None:
         ("tiny_llama", {"tp": 2, "sequence_parallel": True}),
         pytest.param("tiny_llama", {"tp": 2, "sequence_parallel": False, "kv_heads": 1}, marks=pytest.mark.slow),
         ("tiny_mixtral", {"dp": 2, "ep": 2}),
+        pytest.param("tiny_deepseek", {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("tiny_gpt", {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
     ],
-    ids=["tp with sequence parallel", "tp with one kv head", "experts"],
+    ids=["tp with sequence parallel", "tp with one kv head", "experts", "latent attention", "biases"],
 )
 def test_ranks_compute_as_ours(name: str, sizes: dict[str, Any]) -> None:
     if reason := missing():
