@@ -1,0 +1,108 @@
+"""Gopher's repetition rules: lines, paragraphs and word n-grams that a document says again and again.
+
+Rae et al. 2021 (arXiv:2112.11446), A1.1 "Repetition Removal" and Table A1. What differs: words are those of
+`megafp8.corpus.words`; shares of characters are of characters in words, so that white space counts on neither side;
+the first occurrence of a line, paragraph or n-gram of 5 to 10 words is no repetition, the later ones are. Overlapping
+n-grams count their characters once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from megafp8.core.config import config_dataclass
+from megafp8.corpus.documents import Document, Dropped
+from megafp8.corpus.words import Words, repeats, words_of
+
+
+@config_dataclass
+class GopherRepetition:
+    """Drops documents that repeat themselves; each limit is a share, and 1 turns its rule off."""
+
+    lines: Annotated[float, Field(ge=0, le=1, description="of lines that stood before")] = 0.3
+    line_characters: Annotated[float, Field(ge=0, le=1, description="of characters in lines that stood before")] = 0.2
+    paragraphs: Annotated[float, Field(ge=0, le=1, description="of paragraphs that stood before")] = 0.3
+    paragraph_characters: Annotated[float, Field(ge=0, le=1, description="of characters in such paragraphs")] = 0.2
+    top_grams: Annotated[
+        tuple[float, float, float],
+        Field(description="of characters in the run of 2, 3, 4 words that takes most of them"),
+    ] = (0.2, 0.18, 0.16)
+    repeated_grams: Annotated[
+        tuple[float, float, float, float, float, float],
+        Field(description="of characters in runs of 5, 6, 7, 8, 9, 10 words that stood before"),
+    ] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
+
+    version = 1
+
+    @property
+    def name(self) -> str:
+        """What the step is called in counts and reports."""
+        return "gopher_repetition"
+
+    def apply(self, document: Document) -> Document | Dropped:
+        """The document, or the first rule that it breaks."""
+        words = words_of(document.text)
+        if not words.num_words:
+            return document
+        return self._lines(words) or self._top_grams(words) or self._repeated_grams(words) or document
+
+    def _lines(self, words: Words) -> Dropped | None:
+        lines = words.lines
+        again = repeats(lines.hashes)
+        if again.any():
+            found = _over("repeated lines", again.mean(), self.lines) or _over(
+                "characters in repeated lines", lines.lengths[again].sum() / lines.lengths.sum(), self.line_characters
+            )
+            if found:
+                return found
+        starts, ends = lines.paragraph_bounds
+        again = repeats(lines.paragraph_hashes)
+        if not again.any():
+            return None
+        lengths = ends - starts
+        return _over("repeated paragraphs", again.mean(), self.paragraphs) or _over(
+            "characters in repeated paragraphs", lengths[again].sum() / lengths.sum(), self.paragraph_characters
+        )
+
+    def _top_grams(self, words: Words) -> Dropped | None:
+        for size, limit in enumerate(self.top_grams, start=2):
+            positions, groups = words.repeated_grams(size)
+            if not len(positions):
+                return None  # nor does any longer run repeat
+            taken = np.bincount(groups, weights=_lengths_of_runs(words, positions, size))
+            if taken.max() <= limit * words.num_word_characters:  # overlaps counted twice, and still under the limit
+                continue
+            best = positions[groups == taken.argmax()]
+            share = words.covered_characters(best, size) / words.num_word_characters
+            if share > limit:
+                return Dropped(f"top {size}-gram", f"{share:.2f}: {words.run_text(int(best[0]), size)!r}")
+        return None
+
+    def _repeated_grams(self, words: Words) -> Dropped | None:
+        least = min(self.repeated_grams)
+        for size, limit in enumerate(self.repeated_grams, start=5):
+            positions, groups = words.repeated_grams(size)
+            if not len(positions):
+                return None
+            later = positions[repeats(groups)]
+            share = words.covered_characters(later, size) / words.num_word_characters
+            if share <= least:
+                return None  # where a run repeats, so does each part of it: longer ones cover no more
+            if share > limit:
+                return Dropped(f"repeated {size}-grams", f"{share:.2f}: {words.run_text(int(later[0]), size)!r}")
+        return None
+
+
+def _over(reason: str, share: float, limit: float) -> Dropped | None:
+    return Dropped(reason, f"{share:.2f}") if share > limit else None
+
+
+def _lengths_of_runs(words: Words, positions: np.ndarray, size: int) -> np.ndarray:
+    sums = np.concatenate(([0], np.cumsum(words.lengths)))
+    return sums[positions + size] - sums[positions]
+
+
+STEP = GopherRepetition
