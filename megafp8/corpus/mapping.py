@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megafp8.core.config import to_dict
+from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.documents import Bad, Document, Dropped
 from megafp8.corpus.parts import LinesWriter
 from megafp8.corpus.step_registry import make_step
@@ -24,9 +25,17 @@ _COUNT = "count:"  # begins the metadata keys that are added up, see `Document`
 
 
 def step_values(table: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a step decides the bytes of what comes behind it: kind, version, and all options, default or not."""
+    """What of a step decides the bytes of what comes behind it.
+
+    That is kind, version, all options, default or not, and the content of the files that it reads (`files_read`).
+    """
     step = make_step(table)
-    return {"kind": table["kind"], "version": step.version, "options": to_dict(step)}
+    values = {"kind": table["kind"], "version": step.version, "options": to_dict(step)}
+    files = {}
+    for path in getattr(step, "files_read", ()):
+        with InputStream(path) as stream:
+            files[path] = stream.checksum()
+    return {**values, "files": files} if files else values
 
 
 def steps_of(values: Sequence[Mapping[str, Any]]) -> list[Any]:

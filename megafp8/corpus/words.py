@@ -94,6 +94,16 @@ class Words:
         """uint64 [W]: of each word."""
         return characters.mixed(self.hash_ranges(self.starts, self.ends))
 
+    @cached_property
+    def _letter_sums(self) -> np.ndarray:
+        sums = np.zeros(len(self.kinds) + 1, np.int32)
+        np.cumsum((self.kinds >= DIGIT) & (self.kinds != JOINER), out=sums[1:])
+        return sums
+
+    def num_letters(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """int32 [n]: letters and digits in [start, end)."""
+        return self._letter_sums[ends] - self._letter_sums[starts]
+
     def gram_hashes(self, size: int) -> np.ndarray:
         """uint64 [W - size + 1]: of each run of `size` words; what stands between words does not matter."""
         count = self.num_words - size + 1

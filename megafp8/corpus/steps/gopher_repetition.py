@@ -3,7 +3,7 @@
 Rae et al. 2021 (arXiv:2112.11446), A1.1 "Repetition Removal" and Table A1. What differs: words are those of
 `megafp8.corpus.words`; shares of characters are of characters in words, so that white space counts on neither side;
 the first occurrence of a line, paragraph or n-gram of 5 to 10 words is no repetition, the later ones are. Overlapping
-n-grams count their characters once.
+n-grams count their characters once. Lines of fewer than 4 letters (ornaments, chapter numbers, braces) are no lines.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pydantic import Field
 from megafp8.core.config import config_dataclass
 from megafp8.corpus.documents import Document, Dropped
 from megafp8.corpus.words import Words, repeats, words_of
+
+_MIN_LETTERS = 4
 
 
 @config_dataclass
@@ -51,21 +53,29 @@ class GopherRepetition:
 
     def _lines(self, words: Words) -> Dropped | None:
         lines = words.lines
-        again = repeats(lines.hashes)
-        if again.any():
-            found = _over("repeated lines", again.mean(), self.lines) or _over(
-                "characters in repeated lines", lines.lengths[again].sum() / lines.lengths.sum(), self.line_characters
-            )
-            if found:
-                return found
-        starts, ends = lines.paragraph_bounds
-        again = repeats(lines.paragraph_hashes)
-        if not again.any():
-            return None
-        lengths = ends - starts
-        return _over("repeated paragraphs", again.mean(), self.paragraphs) or _over(
-            "characters in repeated paragraphs", lengths[again].sum() / lengths.sum(), self.paragraph_characters
+        parts = (
+            ("lines", lines.hashes, (lines.starts, lines.ends), self.lines, self.line_characters),
+            (
+                "paragraphs",
+                lines.paragraph_hashes,
+                lines.paragraph_bounds,
+                self.paragraphs,
+                self.paragraph_characters,
+            ),
         )
+        for what, hashes, bounds, limit, character_limit in parts:
+            again = repeats(hashes)
+            if not again.any():
+                continue
+            letters = words.num_letters(*bounds)
+            again &= letters >= _MIN_LETTERS
+            share = again.sum() / max(1, (letters >= _MIN_LETTERS).sum())
+            if share > limit:
+                return Dropped(f"repeated {what}", f"{share:.2f}")
+            share = letters[again].sum() / max(1, letters.sum())
+            if share > character_limit:
+                return Dropped(f"characters in repeated {what}", f"{share:.2f}")
+        return None
 
     def _top_grams(self, words: Words) -> Dropped | None:
         for size, limit in enumerate(self.top_grams, start=2):
@@ -94,10 +104,6 @@ class GopherRepetition:
             if share > limit:
                 return Dropped(f"repeated {size}-grams", f"{share:.2f}: {words.run_text(int(later[0]), size)!r}")
         return None
-
-
-def _over(reason: str, share: float, limit: float) -> Dropped | None:
-    return Dropped(reason, f"{share:.2f}") if share > limit else None
 
 
 def _lengths_of_runs(words: Words, positions: np.ndarray, size: int) -> np.ndarray:
