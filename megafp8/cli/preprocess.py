@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 HELP = "turn text into .bin/.idx token files (trains a tokenizer if none is named)"
 EPILOG = """examples:
   megafp8 preprocess examples/tiny_cpu/corpus.toml
+  megafp8 preprocess corpus.toml --plan
   megafp8 preprocess corpus.toml --output.folder /data/tokens --output.workers 32
+  megafp8 preprocess corpus.toml --executor.kind slurm --output.workers 64 --executor.options '["--partition=cpu"]'
   megafp8 preprocess corpus.toml --source.files '["/data/part-*.jsonl.zst"]' --tokenizer.path /data/tokenizer.model
 
 Called again it does nothing if all is done, and goes on where it was stopped. Bad records are listed in
@@ -18,7 +21,8 @@ TAKES_OVERRIDES = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("config", help="corpus.toml: [source], [split], [tokenizer], [output]")
+    parser.add_argument("config", help="corpus.toml: [source], [split], [tokenizer], [[steps]], [output], [executor]")
+    parser.add_argument("--plan", action="store_true", help="say what would run, how long and how large; run nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,10 +30,13 @@ def run(args: argparse.Namespace) -> int:
     from megafp8.core.config import apply_overrides, build, load_toml
     from megafp8.core.log import set_up
     from megafp8.corpus.config import CorpusConfig
+    from megafp8.corpus.plan import make_plan
     from megafp8.corpus.run import preprocess
 
     set_up()
     config = build(CorpusConfig, apply_overrides(load_toml(args.config), args.overrides))
+    if args.plan:
+        return _show_plan(make_plan(config))
     result = preprocess(config)
     counts = result.manifest["counts"]
     if result.was_done:
@@ -43,6 +50,21 @@ def run(args: argparse.Namespace) -> int:
         )
     if other := counts.get("num_other_language"):
         print(f"{other:,} documents are not in {', '.join(config.source.languages)} and were left out")
+    for step, reasons in counts["dropped"].items():
+        shown = ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:5])
+        print(f"step {step} dropped {sum(reasons.values()):,} documents: {shown}")
     if counts["num_bad"]:
         print(f"{counts['num_bad']:,} bad records are listed in {result.folder / 'quarantine.jsonl'}")
+    return 0
+
+
+def _show_plan(plan: Any) -> int:
+    """A line a stage; what a later stage has to do is known when the one before has run."""
+    print(f"{plan.input_bytes / 1e6:,.1f} MB of input, {plan.workers} workers")
+    print(f"{'stage':<10} {'tasks':>8} {'done':>8} {'to do':>8} {'MB left':>12} {'process-s':>11} {'MB on disk':>11}")
+    for row in plan.rows:
+        about = "" if row.is_exact else "~"
+        numbers = f"{about + format(row.tasks, ','):>8} {row.done:>8,} {about + format(row.tasks - row.done, ','):>8}"
+        print(f"{row.stage:<10} {numbers} {row.num_bytes / 1e6:>12,.1f} {row.seconds:>11,.1f} {row.disk / 1e6:>11,.1f}")
+    print(f"about {plan.seconds:,.0f} s and {plan.disk / 1e6:,.0f} MB in the output folder (~: estimates)")
     return 0

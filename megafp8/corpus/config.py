@@ -111,6 +111,19 @@ class ExecutorConfig:
         int, Field(gt=0, description="input bytes of a task: small files go together, large plain jsonl files are cut")
     ] = 1 << 26
     part_bytes: Annotated[int, Field(gt=0, description="text of a task behind reading")] = 1 << 26
+    options: Annotated[tuple[str, ...], Field(description="slurm: more options for sbatch, e.g. --partition=cpu")] = ()
+    poll_seconds: Annotated[float, Field(gt=0, description="slurm: between looks at records and queue")] = 5.0
+    lease_seconds: Annotated[
+        float, Field(gt=0, description="slurm: a worker not heard of for so long loses its task to another")
+    ] = 60.0
+    address: Annotated[
+        str, Field(description='ray: head node as host:port, or "auto"; empty: a Ray of this machine')
+    ] = ""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("options", "slurm"), ("address", "ray")):
+            if getattr(self, name) and self.kind != kind:
+                raise ValueError(f'{name} is for executor.kind "{kind}", it is "{self.kind}"; remove one of them')
 
 
 @config_dataclass

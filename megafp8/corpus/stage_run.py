@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megafp8.core.errors import ConfigError
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import FINAL, Executor, Failure
@@ -29,7 +30,11 @@ def open_executor(config: CorpusConfig) -> Executor:
     Raises:
         ConfigError: it lacks a package, or a command.
     """
-    module = importlib.import_module(f"megafp8.corpus.executors.{config.executor.kind}")
+    try:
+        module = importlib.import_module(f"megafp8.corpus.executors.{config.executor.kind}")
+    except ImportError as error:
+        kind = config.executor.kind
+        raise ConfigError(f'executor.kind = "{kind}" needs a package: {error}; run `pip install {kind}`') from None
     executor: Executor = module.EXECUTOR(config)
     return executor
 

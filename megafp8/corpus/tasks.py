@@ -235,9 +235,12 @@ def _publish(path: Path, name: Path) -> dict[str, Any]:
 def sweep(root: Path, tasks: Sequence[Task]) -> None:
     """Remove what belongs to none of these tasks: outputs of other configurations, of kills, logs of past failures."""
     kept = {(task.stage, task.id) for task in tasks}
-    for folder in root.iterdir():
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.name.startswith("."):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            elif (folder.name, path.name.partition(".")[0]) not in kept or path.suffix == ".log":
+    for folder in [path for path in root.iterdir() if path.is_dir()]:
+        for path in folder.iterdir():
+            name, *_ = path.name.split(".")
+            if (folder.name, name) in kept and path.suffix != ".log":
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink(missing_ok=True)
