@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.contenders import Contender, serve
 from benchmarks.fp8_picture import draw_steps
-from benchmarks.parallel_step import LENGTH, VOCAB, made_parts
+from benchmarks.parallel_step import AFTER_WARM_UP, LENGTH, VOCAB, made_parts
 from megafp8.fp8 import stats
 from megafp8.fp8.linear import LinearState
 from megafp8.fp8.recipe import ROLES, recipe_names
@@ -31,7 +31,6 @@ from megafp8.train.step import train_step
 
 BASE = "none"
 BATCH = 4
-FIRST_STEP = 10_000  # long after any warm-up of scales
 MOST_RATIO, MOST_ON, MOST_OFF = 1.8, 0.10, 0.005
 
 
@@ -39,7 +38,7 @@ def stepper(recipe: str) -> Callable[[], float]:
     """The trainer's own step; in FP8 every second one with statistics, as the training loop takes them."""
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     parts = made_parts({"preset": "bench"}, tokens, micro_batches=1, recipe=recipe)
-    steps = itertools.count(FIRST_STEP)
+    steps = itertools.count(AFTER_WARM_UP)
 
     def step() -> float:
         number = next(steps)

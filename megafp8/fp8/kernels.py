@@ -150,15 +150,16 @@ class Kernels:
             return block_kernels.block_values(x, spec, columnwise=columnwise, tensor_amax=tensor_amax, seed=seed)
         if columnwise and block[0] > 1:  # square blocks: the transpose's row-wise copy
             x, columnwise = x.t(), False
+        own_amax = None
         if columnwise and spec.hadamard:
-            x, amax = self._columns(x)
-        elif spec.two_level and tensor_amax is None:
-            amax = self.amax(x)
+            x, own_amax = self._columns(x)
+        extra = []
         if not spec.two_level:
             tensor_amax = None
-        elif tensor_amax is None:
-            tensor_amax = amax
-        extra = [] if tensor_amax is None else [tensor_amax]
+        else:
+            if tensor_amax is None:
+                tensor_amax = self.amax(x) if own_amax is None else own_amax
+            extra.append(tensor_amax)
         if spec.stochastic:
             assert seed is not None, "stochastic rounding needs a seed"
             extra += [seed, torch.tensor([x.shape[0 if columnwise else 1]], dtype=torch.int32)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.core.errors import ConfigError
-from megafp8.fp8 import kernels, recipe
+from megafp8.fp8 import LinearState, backend, kernels, quantized_linear, recipe
 from megafp8.fp8.recipe import TensorSpec
 from tests.unit.fp8.test_compiled import assert_same
 
@@ -95,6 +95,31 @@ def test_values_are_what_codes_and_scales_stand_for():
     x[0, 3], x[1, 1] = 9.0, 0.0  # 9.25 lies between 1.125 and 1.25 times 8; 2**-10 is half the smallest code: even
     assert torch.equal(values, x.bfloat16())
     assert float(scale_inv) == 1.0
+
+
+def test_training_in_blocks_is_bit_equal_compiled_or_not():
+    def run(compiled: bool) -> list[torch.Tensor]:
+        state = LinearState("layer", recipe("blockwise"), backend("emulated", "fast", compiled=compiled))
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(200, 128, generator=generator).bfloat16().requires_grad_()
+        weight = torch.randn(256, 128, generator=generator).bfloat16().requires_grad_()
+        y = quantized_linear(x, weight, None, state)
+        y.backward(y.detach() * 1e-3)
+        assert x.grad is not None and weight.grad is not None
+        return [y.detach(), x.grad, weight.grad]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_extremes_of_blocks():
+    """Zeros and blocks with a NaN do not count; the same compiled, for square blocks and for rows."""
+    x = torch.zeros(256, 256)
+    x[0, 0], x[0, 200], x[130, 5], x[200, 200] = 3.0, 0.5, float("nan"), 7.0
+    for some in (kernels.compiled_kernels(), kernels.eager_kernels()):
+        assert some.block_extremes(x.bfloat16(), (128, 128)).tolist() == [0.5, 7.0]
+        assert some.block_extremes(x.bfloat16(), (1, 128)).tolist() == [0.5, 7.0]
+        assert some.block_extremes(x.bfloat16()[1:2], (1, 128)).tolist() == [float("inf"), 0.0]
 
 
 def test_columnwise_is_a_view_of_rows():
