@@ -190,7 +190,8 @@ class Kernels:
         if (spec, make) not in self._made:
             round_values = rounder(spec.format) if self._compiled else functools.partial(cast, fmt=spec.format)
             kernel = make(spec, round_values)
-            self._made[spec, make] = _compile(kernel) if self._compiled else kernel
+            name = f"{make.__name__}_{spec.format.name.lower()}"
+            self._made[spec, make] = _compile(_own_code(kernel, name)) if self._compiled else kernel
         return self._made[spec, make]
 
     def _columns(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,14 +275,18 @@ def _compile(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_alone(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Compile a function that a factory made; its dims are those that `_matrix` marks, its numbers are constants.
+    """Compile a function that a factory made; its dims are those that are marked, its numbers are constants."""
+    return torch.compile(_own_code(kernel, name), fullgraph=True)
 
-    With a code object of its own: torch.compile counts variants, and takes numbers that differ between them for
-    variables, by code object.
+
+def _own_code(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with a code object of its own, under this name.
+
+    torch.compile counts variants by code object, of which it allows eight, and takes numbers that differ between them
+    for variables.
     """
     code = kernel.__code__.replace(co_name=name)
-    own = types.FunctionType(code, kernel.__globals__, name, kernel.__defaults__, kernel.__closure__)
-    return torch.compile(own, fullgraph=True)
+    return types.FunctionType(code, kernel.__globals__, name, kernel.__defaults__, kernel.__closure__)
 
 
 def _first_line(error: Exception) -> str:

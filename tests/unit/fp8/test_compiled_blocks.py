@@ -97,6 +97,14 @@ def test_values_are_what_codes_and_scales_stand_for():
     assert float(scale_inv) == 1.0
 
 
+def test_recipes_do_not_share_the_limit_of_recompilations():
+    """torch.compile gives up after 8 variants of one piece of code; recipes have more kernels than that."""
+    made, x = kernels.Kernels(compiled=True), torch.randn(256, 256).bfloat16()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("blockwise input", "nvfp4 grad_output"):
+            made.quantize_blocks(x, SPECS[name], seed=SEED)
+
+
 def test_training_in_blocks_is_bit_equal_compiled_or_not():
     def run(compiled: bool) -> list[torch.Tensor]:
         state = LinearState("layer", recipe("blockwise"), backend("emulated", "fast", compiled=compiled))
