@@ -101,12 +101,12 @@ def test_inside_a_compiled_layer():
 def test_without_a_compiler_it_runs_plain_and_says_so_once(monkeypatch, caplog):
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent/c++",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
     monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)
     torch._dynamo.reset()
     kernels.compiled_kernels.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="megafp8"):
+    # not by monkeypatch: undoing it leaves inductor's configuration without the entry
+    broken = inductor.patch({"cpp.cxx": ("/nonexistent/c++",), "force_disable_caches": True})
+    with broken, caplog.at_level(logging.WARNING, logger="megafp8"):
         assert kernels.compiled_kernels() is kernels.eager_kernels()
         kernels.compiled_kernels()
     said = [r.message.split(" reason=")[0] for r in caplog.records if r.name.startswith("megafp8")]

@@ -1,7 +1,5 @@
 """Compiled block quantizers: every bit as the definition, for any shape, and one compilation for all of them."""
 
-import logging
-
 import pytest
 import torch
 
@@ -141,18 +139,3 @@ def test_rows_that_are_no_groups_are_refused():
     for some in (kernels.compiled_kernels(), kernels.eager_kernels()):
         with pytest.raises(ConfigError, match="24 rows are not a multiple"):
             some.quantize_blocks(torch.randn(24, 32).bfloat16(), SPECS["nvfp4 grad_output"], columnwise=True, seed=SEED)
-
-
-def test_without_a_compiler_blocks_are_quantized_plainly(monkeypatch):
-    import torch._inductor.config as inductor
-
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent/c++",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
-    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)
-    torch._dynamo.reset()
-    kernels.compiled_kernels.cache_clear()
-    x, spec = mixed_tensor(128, 256), SPECS["blockwise input"]
-    found = kernels.compiled_kernels().quantize_blocks(x, spec)
-    kernels.compiled_kernels.cache_clear()
-    for a, b in zip(found, kernels.eager_kernels().quantize_blocks(x, spec), strict=True):
-        assert_same(a, b)
