@@ -111,6 +111,9 @@ class ExecutorConfig:
         int, Field(gt=0, description="input bytes of a task: small files go together, large plain jsonl files are cut")
     ] = 1 << 26
     part_bytes: Annotated[int, Field(gt=0, description="text of a task behind reading")] = 1 << 26
+    memory_bytes: Annotated[
+        int, Field(ge=1 << 20, description="what a task of a global step, or of the shuffle, may hold at once")
+    ] = 1 << 30
     options: Annotated[tuple[str, ...], Field(description="slurm: more options for sbatch, e.g. --partition=cpu")] = ()
     poll_seconds: Annotated[float, Field(gt=0, description="slurm: between looks at records and queue")] = 5.0
     lease_seconds: Annotated[

@@ -94,6 +94,11 @@ class Mapper:
             entry["text"] = document.text[:_SAMPLE_CHARACTERS]
         self._log.add(entry)
 
+    def count_change(self, step: str, numbers: Mapping[str, int]) -> None:
+        """Enter that a step changed a text, and its numbers."""
+        self.changed[step] += 1
+        self.counted.setdefault(step, Counter()).update(numbers)
+
     def _without_counts(self, step: str, document: Document) -> Document:
         found = {key: value for key, value in document.metadata.items() if key.startswith(_COUNT)}
         if not found:

@@ -1,7 +1,4 @@
-"""Documents between stages: parts of zstd-compressed JSON lines, and views of them with rows left out.
-
-A row of a part is one document. A global step does not write documents anew: it gives the rows of a part to drop.
-"""
+"""Documents between stages: parts of zstd-compressed JSON lines; a row of a part is one document."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import zstandard
 
 from megafp8.corpus.compressed import InputStream
@@ -23,23 +19,21 @@ _LEVEL = 3
 
 @dataclass(frozen=True)
 class View:
-    """A part, and the rows of it that earlier global steps have dropped.
+    """A part as a later stage sees it.
 
     Attributes:
-        rows: documents in the part, dropped ones included.
+        rows: documents in the part.
         text_bytes: of these.
-        drops: `.npy` files, each int64 [n], sorted row numbers.
     """
 
     part: Input
     rows: int
     text_bytes: int
-    drops: tuple[Input, ...] = ()
 
     @property
     def inputs(self) -> tuple[Input, ...]:
         """As the inputs of a task that reads it with `read_view`."""
-        return (self.part, *self.drops)
+        return (self.part,)
 
 
 class PartWriter:
@@ -110,15 +104,11 @@ def read_part(path: Path) -> Iterator[tuple[Document, bool]]:
         yield document, value.get("held_out", False)
 
 
-def read_view(work: Work, first: int = 0) -> Iterator[tuple[int, Document, bool]]:
-    """(row, document, held out) of what is left of a view whose files are a task's inputs from `first` on.
+def read_view(work: Work) -> Iterator[tuple[int, Document, bool]]:
+    """(row, document, held out) of the part that is a task's first input.
 
     Raises:
-        DataError: a file changed since it was made.
+        DataError: it changed since it was made.
     """
-    dropped: set[int] = set()
-    for number in range(first + 1, len(work.inputs)):
-        dropped.update(np.load(work.checked(number)).tolist())
-    for row, (document, held_out) in enumerate(read_part(work.checked(first))):
-        if row not in dropped:
-            yield row, document, held_out
+    for row, (document, held_out) in enumerate(read_part(work.checked(0))):
+        yield row, document, held_out

@@ -12,6 +12,7 @@ from typing import Any
 from megafp8.corpus import folder as places
 from megafp8.corpus.compressed import is_plain
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.global_steps import segments
 from megafp8.corpus.identity import corpus_fingerprint, open_source
 from megafp8.corpus.parts import View
 from megafp8.corpus.planning import Planner
@@ -24,7 +25,11 @@ from megafp8.data.indexed import optimal_dtype
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 
 # bytes for each second and process before anything has been measured; docs/corpus.md says where they come from
-_RATES = {"split": 1e9, "read": 40e6, "sample": 60e6, "tokenizer": 5e6, "tokenize": 4e6, "write": 200e6}
+_RATES = {
+    "split": 1e9, "read": 40e6, "signatures": 8e6, "partition": 100e6, "edges": 100e6, "links": 100e6, "map": 20e6,
+    "sample": 60e6, "tokenizer": 5e6, "tokenize": 4e6, "write": 200e6,
+}  # fmt: skip
+_RECORD_SHARE = 0.1  # bytes of a global step's records for each byte of text (MinHash, 14 bands, 2 kB documents)
 _COMPRESSION = 3.5  # text for each byte of gzip or zstd
 _PART_SHARE = 0.35  # bytes of a part for each byte of text
 _BYTES_PER_TOKEN = 4.0
@@ -117,16 +122,28 @@ class _Draft:
             small = [file for file in source.files if file.path not in split_tasks]
             shards = plan_shards(small, self.config.source, self.config.executor.shard_bytes, {})
             self.guess("read", len(shards) + len(flat), sum(file.num_bytes for file in source.files), disk)
+            self.global_steps()
             return None
         numbered = iter(records)
         cuts = {path: [next(numbered)["counts"] for _ in tasks] for path, tasks in split_tasks.items()}
         tasks = self.planner.read_tasks(cuts)
         records = self.exact("read", tasks, disk)
         if not records:
+            self.global_steps()
             return None
         views = self.planner.views(tasks, records)
         self.text = sum(view.text_bytes for view in views)
-        return views
+        return None if self.global_steps() else views
+
+    def global_steps(self) -> int:
+        """Guess the stages of global steps; returns how many there are."""
+        count, records = len(segments(self.config.steps)) - 1, _RECORD_SHARE * self.text
+        for _ in range(count):
+            self.guess("signatures", self.parts, self.text, records)
+            self.guess("partition", max(1, round(5 * records / self.config.executor.memory_bytes)), records, records)
+            self.guess("links", 1, records / 10, records / 10)
+            self.guess("map", self.parts, self.text, _PART_SHARE * self.text)
+        return count
 
     @property
     def parts(self) -> int:

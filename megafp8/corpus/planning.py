@@ -7,6 +7,7 @@ from typing import Any
 
 from megafp8.core.config import to_dict
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.global_steps import segments, views_of
 from megafp8.corpus.identity import source_values
 from megafp8.corpus.mapping import step_values
 from megafp8.corpus.parts import View
@@ -46,7 +47,7 @@ class Planner:
     def read_tasks(self, cuts: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Task]:
         """A task for each shard."""
         config = self._config
-        steps = [step_values(table) for table in config.steps]
+        steps = [step_values(table) for table in segments(config.steps)[0].steps]
         common = {"steps": steps, "part_bytes": config.executor.part_bytes}
         tasks = []
         for shard in self.shards(cuts):
@@ -55,13 +56,8 @@ class Planner:
         return tasks
 
     def views(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> list[View]:
-        """The parts that tasks of `read` or `map` have made; those of tasks that were set aside are missing."""
-        return [
-            View(task.output(record, part["name"]), part["rows"], part["text_bytes"])
-            for task, record in zip(tasks, records)
-            if record
-            for part in record["counts"]["parts"]
-        ]
+        """The parts that have been read; those of tasks that were set aside are missing."""
+        return [view for task, record in zip(tasks, records) if record for view in views_of(task, record)]
 
     def sample_share(self, views: Sequence[View]) -> float:
         """Share of the train split's documents that is enough to draw the tokenizer's sample from."""

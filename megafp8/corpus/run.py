@@ -1,6 +1,7 @@
 """`megafp8 preprocess`: plans the stages, runs their tasks, judges, and gives the results their names.
 
-    split (line ends of large files) -> read (+ steps) -> sample -> tokenizer -> tokenize -> write -> manifest
+    split (line ends of large files) -> read (+ steps) -> for each global step: signatures -> partition -> edges
+    -> links -> map (+ steps); then sample -> tokenizer -> tokenize -> write -> manifest
 
 Called again it does nothing if all is done; else every task that is done stays done. Any end of an interrupted run
 has the bytes of an uninterrupted one.
@@ -21,6 +22,7 @@ from megafp8.core.jsonio import resource_error, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.global_steps import deduplicate, segments
 from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
 from megafp8.corpus.mapping import DROPPED
 from megafp8.corpus.parts import View
@@ -188,10 +190,18 @@ class _Run:
                 self.totals.add_read(record["counts"])
                 self._collect(task, record)
         self._judge_read()
-        return self.planner.views(tasks, records)
+        views = self.planner.views(tasks, records)
+        for segment in segments(self.config.steps)[1:]:
+            self.stages.stop_if_failed()
+            views, mapped = deduplicate(self.stages, segment, views, self.config)
+            for task, record in mapped:
+                self.totals.add_mapped(record["counts"])
+                self._collect(task, record)
+        self._judge_read()
+        return views
 
     def _collect(self, task: Task, record: dict[str, Any]) -> None:
-        for one in record["inputs"]:
+        for one in record["inputs"]:  # user's files, which `read` alone has
             self.checksums.setdefault(one["path"], one["checksum"])
         for name, paths in ((BAD, self.quarantine), (DROPPED, self.dropped)):
             if name in record["outputs"]:
