@@ -51,9 +51,7 @@ class DocumentWindows:
         max_tokens: whole documents until so many tokens are reached; 0: all.
     """
 
-    def __init__(
-        self, dataset: IndexedDataset, eod_id: int, *, length: int, batch: int, max_tokens: int = 0
-    ) -> None:
+    def __init__(self, dataset: IndexedDataset, eod_id: int, *, length: int, batch: int, max_tokens: int = 0) -> None:
         self.dataset, self.eod_id, self.length, self.batch = dataset, eod_id, length, batch
         bounds = dataset.document_index
         ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[bounds]

@@ -92,9 +92,7 @@ def core_flops(config: ModelConfig, *, causal: bool) -> float:
     return config.num_layers * width * (6 if causal else 12)
 
 
-def checkpoint_bytes(
-    config: ModelConfig, *, dtype: str = "bf16", moments: tuple[str, str] = ("fp32", "fp32")
-) -> int:
+def checkpoint_bytes(config: ModelConfig, *, dtype: str = "bf16", moments: tuple[str, str] = ("fp32", "fp32")) -> int:
     """Bytes of a checkpoint: master and two moments for each parameter (fp32, or fp64 for fp64 runs).
 
     `moments`: how they are kept; narrow ones are saved as bf16.

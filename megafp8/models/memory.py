@@ -145,9 +145,7 @@ def _without_values(config: ModelConfig, work: Workload, spans: list[Span]) -> i
     return sum(count for count, ranks in zip(found, replicas, strict=True) if ranks > 1)
 
 
-def _quantized(
-    config: ModelConfig, work: Workload, spans: list[Span], *, gathered: bool = False
-) -> tuple[int, int]:
+def _quantized(config: ModelConfig, work: Workload, spans: list[Span], *, gathered: bool = False) -> tuple[int, int]:
     """Elements of the FP8 weights, dense and of experts, whose row-wise and column-wise bytes a step keeps.
 
     `gathered`: as the parameters have them that replicas may gather as codes; smoothed ones are made in every pass.

@@ -95,9 +95,7 @@ class AttentionCore:
         return kernel(q, k, v, context.segment_ids)
 
     @staticmethod
-    def _attend(
-        q: Tensor, k: Tensor, v: Tensor, context: Context, dropout: WeightDropout | None, mesh: Mesh
-    ) -> Tensor:
+    def _attend(q: Tensor, k: Tensor, v: Tensor, context: Context, dropout: WeightDropout | None, mesh: Mesh) -> Tensor:
         kernel = attention_flash if attention_flash.serves(q, v, dropout is not None) else attention_blocks
         return attend(q, k, v, Call(mesh, cast(BlockKernel, kernel), context.segment_ids, dropout))
 

@@ -203,6 +203,7 @@ class LatentAttention(nn.Module):
         branch: Tensor = self.out(core(q.unsqueeze(3), k, v, context))  # every head is a kv group of its own
         return branch
 
+
 def _expand(latent: Tensor, norm: RMSNorm, up: ColumnLinear, again: bool) -> Tensor:
     """The latent's norm through its up-projection; `again`: the norm is made anew in backward, not kept."""
     _, y = norm(latent)

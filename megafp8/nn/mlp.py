@@ -33,7 +33,7 @@ class _Activation(torch.autograd.Function):
 
 
 def activation(x: Tensor, name: str, kernels: Kernels) -> Tensor:
-    """"swiglu" of [..., 2, F] or "gelu" of [..., F]; keeps x for backward."""
+    """ "swiglu" of [..., 2, F] or "gelu" of [..., F]; keeps x for backward."""
     y: Tensor = _Activation.apply(x, name, kernels)
     return y
 

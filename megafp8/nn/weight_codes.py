@@ -166,9 +166,7 @@ def byte_shapes(shape: tuple[int, ...], spec: TensorSpec) -> list[tuple[int, ...
     return [(*shape[:-1], shape[-1] // packed), scales]
 
 
-def gathered_as_codes(
-    models: Sequence[nn.Module], states: Mapping[str, Any], mesh: Mesh
-) -> dict[str, WeightCodes]:
+def gathered_as_codes(models: Sequence[nn.Module], states: Mapping[str, Any], mesh: Mesh) -> dict[str, WeightCodes]:
     """The weights of `models` that are quantized and cut over replicas, by global name; gradient buckets have cut them.
 
     Args:

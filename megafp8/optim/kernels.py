@@ -94,9 +94,7 @@ def _needs_cuda_fp32(device: torch.device, dtype: torch.dtype) -> str:
     return f"it updates fp32 masters only, and these are {dtype}" if dtype != torch.float32 else ""
 
 
-def _torch_kernel(
-    lists: TensorLists, config: OptimizerConfig, step: int, lr: float, grad_scale: float
-) -> None:
+def _torch_kernel(lists: TensorLists, config: OptimizerConfig, step: int, lr: float, grad_scale: float) -> None:
     device, inverse = lists.masters[0].device, None
     if grad_scale != 1.0:
         if lists.masters[0].dtype == torch.float64:  # the kernel takes its scale in fp32

@@ -49,9 +49,7 @@ class Schedule:
         total_steps: steps of the run.
     """
 
-    def __init__(
-        self, config: OptimizerConfig, batches: Batches, *, sequence_length: int, total_steps: int
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, batches: Batches, *, sequence_length: int, total_steps: int) -> None:
         self._config, self._batches, self._sequence_length = config, batches, sequence_length
         tokens = config.warmup_tokens or config.decay_tokens or config.wsd_decay_tokens
         self.by_tokens = bool(tokens or batches.ramp)

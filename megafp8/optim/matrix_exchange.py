@@ -100,9 +100,7 @@ class MatrixExchange:
         for wave in self._waves:
             self._run(wave, pieces, function)
 
-    def _run(
-        self, wave: _Wave, pieces: Mapping[str, Tensor], function: Callable[[list[Tensor]], list[Tensor]]
-    ) -> None:
+    def _run(self, wave: _Wave, pieces: Mapping[str, Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> None:
         like = next(iter(pieces.values()))
         whole = [like.new_empty(matrix.shape) for matrix in wave.mine]
 

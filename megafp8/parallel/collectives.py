@@ -159,9 +159,7 @@ def start_reduce_scatter(tensor: torch.Tensor, group: Group, dim: int = 0) -> Pe
     if group is None:
         return done(tensor)
     size, dim = dist.get_world_size(group), dim % tensor.dim()
-    assert tensor.shape[dim] % size == 0, (
-        f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
-    )
+    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {size} ranks"
     parts = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0).contiguous()
     if _by_library(parts):
         out = torch.empty_like(parts[0])
@@ -184,9 +182,7 @@ def start_all_reduce(tensor: torch.Tensor, group: Group) -> Pending[torch.Tensor
     return Pending([dist.all_reduce(tensor, group=group, async_op=True)], lambda: tensor)
 
 
-def all_to_all(
-    tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
-) -> torch.Tensor:
+def all_to_all(tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
     """Exchange rows: `sent[i]` of `tensor`, in rank order, go to rank i, which sends `received[i]`; any may be 0.
 
     Conjugate: itself with the two sizes changed over.
@@ -256,9 +252,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _my_slice(tensor: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
     size = mesh.size(axis)
-    assert tensor.shape[dim] % size == 0, (
-        f"dim {dim} of {tuple(tensor.shape)} does not divide by {axis} {size}"
-    )
+    assert tensor.shape[dim] % size == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {axis} {size}"
     step = tensor.shape[dim] // size
     return tensor.narrow(dim, mesh.coord(axis) * step, step).contiguous()
 

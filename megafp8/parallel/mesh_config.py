@@ -33,9 +33,7 @@ class ParallelConfig:
     """How many ranks stand along each axis of the mesh, and how they share the work."""
 
     pp: Annotated[int, Field(ge=1, description="pipeline stages")] = 1
-    dp: Annotated[
-        int, Field(ge=0, description="replicas of the model; 0 = all that the other axes leave")
-    ] = 0
+    dp: Annotated[int, Field(ge=0, description="replicas of the model; 0 = all that the other axes leave")] = 0
     cp: Annotated[int, Field(ge=1, description="ranks that share a sequence")] = 1
     tp: Annotated[int, Field(ge=1, description="ranks that share a layer's matrices")] = 1
     ep: Annotated[int, Field(ge=1, description="ranks that share a layer's experts; ranks of dp x cp x tp")] = 1

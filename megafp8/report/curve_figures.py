@@ -201,5 +201,3 @@ def speed_figure(runs: Sequence[Run]) -> Picture | None:
             right.plot([], [], color=COLOURS["muted"], linestyle=style, label=label)
         right.legend(loc="lower right")
         return render(figure, "speed", "Tokens a second and MFU in both attention conventions over steps")
-
-

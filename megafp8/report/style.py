@@ -110,5 +110,3 @@ def _inline(svg: str, name: str, alt: str) -> str:
         svg = svg.replace(colour, f"var(--{variable})")
     label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-
-

@@ -67,5 +67,3 @@ def write_facts(parts: Parts, peak: tuple[float, str]) -> None:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         },
     )
-
-

@@ -59,9 +59,7 @@ def refuse_other(config: RunConfig) -> None:
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        raise ConfigError(
-            f"{config.dir}: holds a run of another configuration ({shown}{more}); {way_out}"
-        )
+        raise ConfigError(f"{config.dir}: holds a run of another configuration ({shown}{more}); {way_out}")
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:

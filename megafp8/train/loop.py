@@ -180,9 +180,7 @@ class Run:
             )
             found = result.origin.fields() if result.origin else {}
             self.writer.write("event", self.step, event="skipped", origin=origin, **found)
-        self.guard.observe(
-            self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm, origin=origin
-        )
+        self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm, origin=origin)
 
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts

@@ -164,9 +164,7 @@ def assemble(
         seed=config.run.seed,
         dtype=dtype,
         device=device,
-        recompute=RecomputePlan(
-            config.train.recompute, config.train.recompute_layers, config.train.recompute_modules
-        ),
+        recompute=RecomputePlan(config.train.recompute, config.train.recompute_layers, config.train.recompute_modules),
         compile_layers=wants_compile(config),
         full_shard=full_shard,
         splits_backward=schedule(2 * parallel.pp).splits_backward,

@@ -62,9 +62,7 @@ def _compare_moments(parts: Parts, meta: Mapping[str, Any]) -> None:
     before, now = meta["config"]["optimizer"], to_dict(parts.config)["optimizer"]
     keys = ("exp_avg_dtype", "exp_avg_sq_dtype")
     changed: dict[str, Any] = {
-        key: f"{before.get(key, 'fp32')} -> {now[key]}"
-        for key in keys
-        if before.get(key, "fp32") != now[key]
+        key: f"{before.get(key, 'fp32')} -> {now[key]}" for key in keys if before.get(key, "fp32") != now[key]
     }
     if changed:
         event(logger, "optimizer moments are converted", level=logging.WARNING, **changed)

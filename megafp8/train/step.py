@@ -87,9 +87,7 @@ def next_batches(parts: Parts) -> list[Batch]:
     return [to_device(batch, parts.device) for batch in parts.loader.next_step()]
 
 
-def gradients(
-    parts: Parts, step: int, batches: list[Batch] | None = None, watch: Watch | None = None
-) -> Gradients:
+def gradients(parts: Parts, step: int, batches: list[Batch] | None = None, watch: Watch | None = None) -> Gradients:
     """Forward and backward of every micro-batch of a step: the mean loss (fp64) a target token, its gradient.
 
     Both are over the targets of the whole global batch, whatever the mesh and the number of micro-batches. Without

@@ -4,7 +4,8 @@ Large-star and small-star in turn (Kiveris et al. 2014, "Connected components in
 and 2) until nothing changes: every edge then points from a document to the smallest of its component. Edges lie in
 buckets by a hash of the node that they are grouped by; of a bucket memory holds one smallest neighbour a node and a
 chunk of edges, so that neither a document with a million copies nor the number of edges matters, only the number of
-buckets. Neither star makes edges more in number.
+buckets. Neither star makes edges more in number, and the small one makes
+one of those that are there several times.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megafp8.corpus.dedup import records as rec
 from megafp8.corpus.dedup.shingles import mix
 
 NODE_BYTES = 200  # memory for each edge of a bucket at the worst, when no two share a node (measured, see the tests)
-_MIN_CHUNK = 1 << 10  # edges
+_MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 20  # edges; larger ones do not fit into the CPU's caches
+_MAX_BUCKETS = (1 << 16) - 1
 
 
 class _Buckets:
@@ -35,9 +37,8 @@ class _Buckets:
         self.add(_edges(edges["kept"], edges["document"]))
 
     def add(self, edges: np.ndarray) -> None:
-        """Append edges, those that are there twice once."""
-        edges = rec.unique_edges(edges)
-        which = (mix(edges["document"].copy()) % np.uint64(self.count)).astype(np.int64)
+        """Append edges."""
+        which = (mix(edges["document"].copy()) % np.uint64(self.count)).astype(np.uint16)
         order = np.argsort(which, kind="stable")
         bounds = np.searchsorted(which[order], np.arange(self.count + 1))
         for bucket in np.flatnonzero(np.diff(bounds)):
@@ -54,11 +55,13 @@ class _Buckets:
 
     def smallest(self, bucket: int) -> np.ndarray:
         """For each node of a bucket, in order, its smallest neighbour, as edges."""
-        found = np.empty(0, rec.EDGE)
+        found, waiting, size = np.empty(0, rec.EDGE), [], 0
         for edges in self.read(bucket):
-            found = rec.unique_edges(np.concatenate([found, edges]))
-            found = found[np.r_[True, found["document"][1:] != found["document"][:-1]]]
-        return found
+            waiting.append(rec.least_edges(edges))
+            size += len(waiting[-1])
+            if size > len(found):  # so that each edge is merged a few times only
+                found, waiting, size = rec.least_edges(np.concatenate([found, *waiting])), [], 0
+        return rec.least_edges(np.concatenate([found, *waiting])) if waiting else found
 
     def remove(self) -> None:
         """Delete the files."""
@@ -107,8 +110,16 @@ def _small_star(edges: _Buckets, out: _Buckets) -> int:
 
 
 def num_buckets(num_edges: int, memory_bytes: int) -> int:
-    """Into how many buckets so many edges go; both directions count."""
-    return max(1, -(-2 * num_edges * NODE_BYTES // memory_bytes))
+    """Into how many buckets so many edges go; both directions count.
+
+    Raises:
+        ValueError: more than 65,535 (memory is far too small).
+    """
+    count = max(1, -(-2 * num_edges * NODE_BYTES // memory_bytes), min(_MAX_BUCKETS, 2 * num_edges // _MAX_CHUNK))
+    if count > _MAX_BUCKETS:
+        least = 2 * num_edges * NODE_BYTES // _MAX_BUCKETS
+        raise ValueError(f"{num_edges} edges in {memory_bytes} bytes of memory: at least {least} bytes are needed")
+    return count
 
 
 def find_links(edges: Sequence[Path], folder: Path, memory_bytes: int) -> list[Path]:
@@ -123,7 +134,7 @@ def find_links(edges: Sequence[Path], folder: Path, memory_bytes: int) -> list[P
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     count = num_buckets(sum(len(rec.load(path)) for path in edges), memory_bytes)
-    chunk = max(_MIN_CHUNK, memory_bytes // (2 * NODE_BYTES))
+    chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, memory_bytes // (2 * NODE_BYTES)))
     stars, stage, changed = _Buckets(folder / "stage0", count, chunk), 0, 1
     for path in edges:
         found = rec.load(path)

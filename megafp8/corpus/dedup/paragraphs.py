@@ -19,7 +19,8 @@ from megafp8.corpus.dedup.exact import Ignored, normal, text_records
 from megafp8.corpus.dedup.records import TEXT
 
 # a unit goes from the end of the one before it to the end of what separates it from the next
-_ENDS = {"paragraph": re.compile(r"(?:\r\n|\r|\n)[^\S\r\n]*(?:\r\n|\r|\n)\s*"), "line": re.compile(r"\r\n|\r|\n")}
+_LINE_END = r"(?:\r\n|\r(?!\n)|\n)"
+_ENDS = {"paragraph": re.compile(rf"{_LINE_END}(?:[^\S\r\n]*{_LINE_END})+"), "line": re.compile(_LINE_END)}
 
 
 @config_dataclass

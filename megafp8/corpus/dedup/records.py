@@ -39,37 +39,56 @@ def shards_and_rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sort_records(records: np.ndarray) -> np.ndarray:
-    """Sorted by all fields in their order. Most keys are there once, so that ties alone need the slow sort."""
-    names = records.dtype.names or ()
-    records = records[np.argsort(records[names[0]])]
-    first = records[names[0]]
-    same = np.flatnonzero(first[1:] == first[:-1])
-    if len(same):
-        tied = np.union1d(same, same + 1)
+    """Sorted by all fields in their order. Most first fields are there once: ties alone take the slower way."""
+    first, *others = records.dtype.names or ()
+    records = records[np.argsort(records[first])]
+    new = _changes(records, [first])
+    tied = np.flatnonzero(~new | ~np.append(new[1:], True))
+    if len(tied):
         some = records[tied]
-        records[tied] = some[np.lexsort([some[name] for name in reversed(names)])]
+        order = np.argsort(some[others[-1]])
+        for name in reversed(others[:-1]):
+            order = order[np.argsort(some[name][order], kind="stable")]
+        groups = np.cumsum(new[tied], dtype=np.int64)
+        for shift in range(0, int(groups[-1]).bit_length(), 16):  # numpy sorts 16-bit numbers by radix
+            order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
+        records[tied] = some[order]
     return records
+
+
+def _changes(records: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """bool [records]: which differ in these fields from the record before; the first does."""
+    new = np.ones(len(records), bool)
+    new[1:] = np.logical_or.reduce([records[name][1:] != records[name][:-1] for name in names])
+    return new
 
 
 def reduce_records(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sorted records -> (the first of each key, edges of the others to it: sorted, each once)."""
-    keys = [name for name in records.dtype.names or () if name != "document"]
-    new = np.ones(len(records), bool)
-    if len(records):
-        new[1:] = np.logical_or.reduce([records[name][1:] != records[name][:-1] for name in keys])
-    heads = np.flatnonzero(new)
+    new = _changes(records, [name for name in records.dtype.names or () if name != "document"])
+    heads = records[new]
     others = np.flatnonzero(~new)
     edges = np.empty(len(others), EDGE)
     edges["document"] = records["document"][others]
-    edges["kept"] = records["document"][heads[np.searchsorted(heads, others) - 1]]
+    edges["kept"] = heads["document"][np.cumsum(new)[others] - 1]
     edges = edges[edges["document"] != edges["kept"]]  # two bands of one document may have one hash
-    return records[heads], unique_edges(edges)
+    return heads, unique_edges(edges)
 
 
 def unique_edges(edges: np.ndarray) -> np.ndarray:
     """Sorted by document, then by what it points to, each once."""
     edges = sort_records(edges)
-    return edges[np.r_[True, edges[1:] != edges[:-1]]] if len(edges) else edges
+    return edges[_changes(edges, ["document", "kept"])]
+
+
+def least_edges(edges: np.ndarray) -> np.ndarray:
+    """For each document the edge to the least, sorted."""
+    edges = edges[np.argsort(edges["document"])]
+    starts = np.flatnonzero(_changes(edges, ["document"]))
+    found = edges[starts]
+    if len(starts):
+        found["kept"] = np.minimum.reduceat(edges["kept"], starts)
+    return found
 
 
 def save(path: Path, records: np.ndarray) -> None:
