@@ -88,12 +88,16 @@ class TokenizerConfig:
 
 @config_dataclass
 class OutputConfig:
-    """Where results go and how many processes work; neither changes a byte of them."""
+    """Where results go, in which order, and how many processes work (which changes no byte)."""
 
     folder: Annotated[str, Field(min_length=1, description="train.*, valid.*, tokenizer.model, manifest.json")]
     workers: Annotated[
         int, Field(ge=0, description="processes; 0: one for each CPU here, 16 on a cluster; 1: none besides")
     ] = 0
+    shuffle: Annotated[
+        bool, Field(description="deal the documents of each split in a random order; off: the order of the input")
+    ] = False
+    shuffle_seed: Annotated[int, Field(ge=0, lt=1 << 64, description="chooses the order")] = 1234
     keep_stages: Annotated[
         bool, Field(description="keep what lies between stages, so that added files cost only themselves")
     ] = True

@@ -50,5 +50,6 @@ def tokenizer_fingerprint(config: CorpusConfig) -> str:
 
 def corpus_fingerprint(config: CorpusConfig, named_tokenizer: str) -> str:
     """Of all that decides the corpus, but for the inputs; `named_tokenizer`: fingerprint of `tokenizer.path`, or ""."""
-    named = {"tokenizer_file": named_tokenizer} if named_tokenizer else {}
-    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer), **named})
+    more: dict[str, Any] = {"tokenizer_file": named_tokenizer} if named_tokenizer else {}
+    more |= {"shuffle_seed": config.output.shuffle_seed} if config.output.shuffle else {}
+    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer), **more})

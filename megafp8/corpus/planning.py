@@ -104,4 +104,7 @@ class Planner:
             "vocab_size": tokenizer.vocab_size,
             "metadata": {"tokenizer": identity(tokenizer), **summary},
         }
-        return Task("write", split, values, inputs, num_bytes=sum(one.num_bytes for one in inputs))
+        output = self._config.output
+        values |= {"shuffle_seed": output.shuffle_seed} if output.shuffle else {}
+        hints = {"memory_bytes": self._config.executor.memory_bytes}
+        return Task("write", split, values, inputs, hints, sum(one.num_bytes for one in inputs))

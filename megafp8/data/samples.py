@@ -42,10 +42,15 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
+def feistel_half(size: int) -> int:
+    """Bits of each half of the network for a domain of `size`."""
+    return max((size - 1).bit_length() + 1 >> 1, 3)  # 64 values at least: fewer leave the rounds too little to mix
+
+
 def permuted(index: int, size: int, keys: tuple[int, ...]) -> int:
     """Where `index` goes under the keyed permutation of [0, size)."""
     assert 0 <= index < size, (index, size)
-    half = max((size - 1).bit_length() + 1 >> 1, 3)  # 64 values at least: fewer leave the rounds too little to mix
+    half = feistel_half(size)
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
