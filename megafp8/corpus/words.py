@@ -39,9 +39,9 @@ class Words:
         self.kinds = characters.classes()[self.codes]
         _join(self.codes, self.kinds)
         kinds = _WORD_KINDS[self.kinds]
-        changes = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
+        changes = _where(kinds[1:] != kinds[:-1]) + 1
         bounds = np.concatenate((np.zeros(min(1, len(kinds)), np.int64), changes, [len(kinds)]))
-        chosen = np.flatnonzero(kinds[bounds[:-1]] >= ALPHABETIC)
+        chosen = _where(kinds[bounds[:-1]] >= ALPHABETIC)
         self.starts, self.ends = bounds[chosen], bounds[chosen + 1]
 
     @property
@@ -52,9 +52,10 @@ class Words:
     @cached_property
     def num_numbers(self) -> int:
         """Words that are digits only."""
-        digits = np.zeros(len(self.kinds) + 1, np.int32)
-        np.cumsum(self.kinds == DIGIT, out=digits[1:])
-        return int((digits[self.ends] - digits[self.starts] == self.lengths).sum())
+        digits = _where(self.kinds == DIGIT)
+        begun = _where(self.kinds[self.starts] == DIGIT)
+        starts, ends = self.starts[begun], self.ends[begun]
+        return int((np.searchsorted(digits, ends) - np.searchsorted(digits, starts) == ends - starts).sum())
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -106,8 +107,11 @@ class Words:
 
     def gram_hashes(self, size: int) -> np.ndarray:
         """uint64 [W - size + 1]: of each run of `size` words; what stands between words does not matter."""
-        count = self.num_words - size + 1
-        return self._gram_hashes_at(np.arange(max(count, 0)), size)
+        count = max(self.num_words - size + 1, 0)
+        values = self.hashes[:count]
+        for offset in range(1, size):
+            values = values * _WORD_MIX + self.hashes[offset : offset + count]
+        return values
 
     def _gram_hashes_at(self, positions: np.ndarray, size: int) -> np.ndarray:
         values = self.hashes[positions]
@@ -127,11 +131,11 @@ class Words:
         """
         if size not in self._repeats:
             if size == 2:
-                positions = np.arange(max(self.num_words - 1, 0))
+                positions, values = np.arange(max(self.num_words - 1, 0)), self.gram_hashes(2)
             else:
                 positions = self.repeated_grams(size - 1)[0]
                 positions = positions[positions <= self.num_words - size]
-            values = self._gram_hashes_at(positions, size)
+                values = self._gram_hashes_at(positions, size)
             order = np.argsort(values)
             ranked = values[order]
             same = ranked[1:] == ranked[:-1]
@@ -163,12 +167,18 @@ class Words:
     @cached_property
     def num_bare_symbols(self) -> int:
         """Runs between white space in which there is no word, such as " - " and " *** "."""
-        filled = np.concatenate(([False], self.kinds != SPACE, [False]))
-        edges = np.flatnonzero(filled[1:] != filled[:-1])
-        if not len(edges):
-            return 0
-        first = np.searchsorted(self.starts, edges[0::2])
-        return int((first == np.searchsorted(self.starts, edges[1::2])).sum())
+        space = self.kinds == SPACE
+        num_runs = int((space[:-1] & ~space[1:]).sum()) + int(len(space) > 0 and not space[0])
+        if not self.num_words:
+            return num_runs
+        # a word is the first of its run if there is white space between it and the word before
+        after, before = self.ends[:-1], self.starts[1:] - 1
+        first = space[after] | space[before]
+        hidden = _where(~first & (before - after > 1))  # such as "a- -b"
+        if len(hidden):
+            spaces = _where(space)
+            first[hidden] = np.searchsorted(spaces, after[hidden]) != np.searchsorted(spaces, before[hidden])
+        return num_runs - 1 - int(first.sum())
 
 
 class Lines:
@@ -183,15 +193,21 @@ class Lines:
     def __init__(self, words: Words) -> None:
         self._words = words
         codes = words.codes
-        breaks = np.flatnonzero(codes == 10)
-        first = np.concatenate(([0], breaks + 1))
-        last = np.concatenate((breaks, [len(codes)]))
-        solid = np.flatnonzero(words.kinds != SPACE)
-        low, high = np.searchsorted(solid, first), np.searchsorted(solid, last)
-        filled = high > low
-        self.numbers = np.flatnonzero(filled)
-        self.starts, self.ends = solid[low[filled]], solid[high[filled] - 1] + 1
-        self.lengths = self.ends - self.starts
+        breaks = _where(codes == 10)
+        starts = np.concatenate(([0], breaks + 1))
+        ends = np.concatenate((breaks, [len(codes)]))
+        numbers = _where(ends > starts)
+        starts, ends = starts[numbers], ends[numbers]
+        loose = _where((words.kinds[starts] == SPACE) | (words.kinds[ends - 1] == SPACE))
+        if len(loose):  # white space at an end, or nothing else
+            solid = _where(words.kinds != SPACE)
+            low, high = np.searchsorted(solid, starts[loose]), np.searchsorted(solid, ends[loose])
+            blank = low == high
+            tight = loose[~blank]
+            starts[tight], ends[tight] = solid[low[~blank]], solid[high[~blank] - 1] + 1
+            numbers, starts, ends = (np.delete(values, loose[blank]) for values in (numbers, starts, ends))
+        self.numbers, self.starts, self.ends = numbers, starts, ends
+        self.lengths = ends - starts
         gaps = np.diff(self.numbers) > 1
         self.paragraph = np.concatenate(([0], np.cumsum(gaps)))[: len(self.numbers)]
 
@@ -222,7 +238,7 @@ class Lines:
     @cached_property
     def paragraph_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """(starts, ends) of the paragraphs, in characters."""
-        first = np.flatnonzero(np.diff(self.paragraph, prepend=-1))
+        first = _where(np.diff(self.paragraph, prepend=-1))
         last = np.concatenate((first[1:], [len(self)])) - 1
         return (self.starts[first], self.ends[last]) if len(self) else (self.starts, self.ends)
 
@@ -238,6 +254,11 @@ def words_of(text: str) -> Words:
     return Words(text)
 
 
+def _where(mask: np.ndarray) -> np.ndarray:
+    """Positions of True; numpy's `flatnonzero` without its three wrappers, which small texts would feel."""
+    return mask.nonzero()[0]
+
+
 def repeats(hashes: np.ndarray) -> np.ndarray:
     """bool [n]: whether an equal value stands before it."""
     order = np.argsort(hashes, kind="stable")
@@ -249,7 +270,7 @@ def repeats(hashes: np.ndarray) -> np.ndarray:
 
 def _join(codes: np.ndarray, kinds: np.ndarray) -> None:
     """Make marks inside words (don't, 1,000.5) part of them, and other such marks symbols; changes `kinds`."""
-    marks = np.flatnonzero(kinds == JOINER)
+    marks = _where(kinds == JOINER)
     kinds[marks] = SYMBOL
     inner = marks[(marks > 0) & (marks < len(kinds) - 1)]
     before, after, number = kinds[inner - 1], kinds[inner + 1], codes[inner] < 0x2F

@@ -82,7 +82,7 @@ class Boilerplate:
 @functools.lru_cache(maxsize=8)
 def _pattern(phrases: tuple[str, ...], limit: int) -> re.Pattern[str]:
     either = "|".join(f"(?:{phrase})" for phrase in (*PHRASES, *phrases))
-    return re.compile(rf"^(?=.{{1,{limit}}}$){_MARKS}(?:{either}){_MARKS}$\n?", re.IGNORECASE | re.MULTILINE)
+    return re.compile(rf"^(?=.{{1,{limit}}}$){_MARKS}(?=[^\W_]|©|\()(?:{either}){_MARKS}$\n?", re.IGNORECASE | re.MULTILINE)
 
 
 STEP = Boilerplate

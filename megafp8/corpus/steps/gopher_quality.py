@@ -55,7 +55,11 @@ class GopherQuality:
         if not rules.stop_words:
             key = f"count:no stop words known for {document.language or 'unknown'}"
             return replace(document, metadata={**document.metadata, key: 1})
-        found = sum(bool((words.hashes == one).any()) for one in stop_hashes(rules.stop_words))
+        found = 0
+        for one in stop_hashes(rules.stop_words):
+            if found >= self.min_stop_words:
+                return document
+            found += bool((words.hashes == one).any())
         return document if found >= self.min_stop_words else Dropped("stop words", f"{found} of {document.language}")
 
     def _lengths(self, words: Words, rules: LanguageRules) -> Dropped | None:

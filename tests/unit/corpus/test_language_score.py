@@ -49,6 +49,8 @@ def test_more_than_the_beginning_is_looked_at() -> None:
     # the package looks at 80 characters unless told otherwise: an English licence in front of a German page
     licence = "Permission is granted to copy and distribute this document. " * 4
     assert make_step({"kind": "language"}).apply(document(licence + GERMAN * 3)).language == "de"
+    first = "This sentence of more than eighty characters is in English, and it stands in front. "
+    assert identify(first + " ".join(GERMAN.split()))[0] == "de"
     sample = sample_of("".join(f"{i:05d} " for i in range(10_000)), 1200)
     numbers = [int(word) for word in sample.split() if len(word) == 5]
     assert len(sample) <= 1203 and numbers[0] > 2000 and numbers[-1] == 9999 and numbers == sorted(numbers)

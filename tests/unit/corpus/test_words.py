@@ -105,3 +105,15 @@ def test_the_next_step_gets_the_same_object() -> None:
 
 def test_half_a_surrogate_does_not_stop_it() -> None:
     assert words("a \ud800 b") == ["a", "b"]
+
+
+def test_against_plain_python_on_random_text() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        text = "".join(rng.choices("ab1 \n\t-.,'あ漢カ…", k=rng.randrange(40)))
+        found = Words(text)
+        lines = [(number, line.strip()) for number, line in enumerate(text.split("\n")) if line.strip()]
+        assert [(n, text[a:b]) for n, a, b in zip(found.lines.numbers, found.lines.starts, found.lines.ends)] == lines
+        bare = [run for run in text.split() if not re.search(r"[^\W_]", run)]
+        assert found.num_bare_symbols == len(bare)
+        assert found.num_numbers == sum(bool(re.fullmatch(r"[\d.,]+", word)) for word in words(text))
