@@ -82,7 +82,8 @@ class Boilerplate:
 @functools.lru_cache(maxsize=8)
 def _pattern(phrases: tuple[str, ...], limit: int) -> re.Pattern[str]:
     either = "|".join(f"(?:{phrase})" for phrase in (*PHRASES, *phrases))
-    return re.compile(rf"^(?=.{{1,{limit}}}$){_MARKS}(?=[^\W_]|©|\()(?:{either}){_MARKS}$\n?", re.IGNORECASE | re.MULTILINE)
+    line = rf"^(?=.{{1,{limit}}}$){_MARKS}(?=[^\W_]|©|\()(?:{either}){_MARKS}$\n?"
+    return re.compile(line, re.IGNORECASE | re.MULTILINE)
 
 
 STEP = Boilerplate
