@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megafp8.core.errors import ConfigError
 from megafp8.corpus.dedup import records as rec
 from megafp8.corpus.dedup.shingles import mix
 
@@ -113,12 +114,14 @@ def num_buckets(num_edges: int, memory_bytes: int) -> int:
     """Into how many buckets so many edges go; both directions count.
 
     Raises:
-        ValueError: more than 65,535 (memory is far too small).
+        ConfigError: they would be more than 65,535.
     """
     count = max(1, -(-2 * num_edges * NODE_BYTES // memory_bytes), min(_MAX_BUCKETS, 2 * num_edges // _MAX_CHUNK))
     if count > _MAX_BUCKETS:
-        least = 2 * num_edges * NODE_BYTES // _MAX_BUCKETS
-        raise ValueError(f"{num_edges} edges in {memory_bytes} bytes of memory: at least {least} bytes are needed")
+        least = -(-2 * num_edges * NODE_BYTES // _MAX_BUCKETS)
+        raise ConfigError(
+            f"executor.memory_bytes = {memory_bytes}: too little for {num_edges} pairs of duplicates; at least {least}"
+        )
     return count
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megafp8.core.errors import ConfigError
 from megafp8.corpus.dedup import records
-from megafp8.corpus.dedup.components import find_links
+from megafp8.corpus.dedup.components import find_links, num_buckets
 
 
 def union_find(edges: list[tuple[int, int]]) -> dict[int, int]:
@@ -71,3 +72,11 @@ def test_chains_and_stars(tmp_path: Path) -> None:
 
 def test_no_edges(tmp_path: Path) -> None:
     assert links([], tmp_path / "x", 1 << 20) == {}
+
+
+def test_memory_that_is_far_too_small_is_refused_with_what_is_enough() -> None:
+    with pytest.raises(
+        ConfigError, match=r"executor.memory_bytes = 4096: too little for 1000000 pairs.* at least 6104"
+    ):
+        num_buckets(1_000_000, 4096)
+    assert num_buckets(1_000_000, 6104) <= 65_535
