@@ -22,13 +22,13 @@ PHRASES = (
     "home", "menu", "skip to (?:main )?content", "(?:sign|log) ?(?:in|out|up)", "register", "subscribe(?: now)?",
     "share(?: this(?: page| article| post)?)?(?: on .*)?", "tweet", "follow us(?: on .*)?", "read more", "show more",
     "load more", "back to top", "next(?: page)?", "previous(?: page)?", "advertisement", "sponsored(?: content)?",
-    "accept(?: all)?(?: cookies)?", "(?:we|this (?:web)?site) uses? cookies.*", "all rights reserved",
+    "accept(?: all)?(?: cookies)?", "(?:we|this (?:web)?site) uses? cookies.*", r"all rights reserved\.?",
     "print this page", "leave a (?:comment|reply)", "related (?:articles|posts)",
     r"[\d,.]+ (?:likes?|shares?|comments?|views?)", r"(?:copyright|©|\(c\)) ?.*(?:\d{4}|all rights reserved).*",
     "startseite", "menü", "zum (?:haupt)?inhalt(?: springen)?", "anmelden", "abmelden", "einloggen", "registrieren",
     "teilen(?: auf .*)?", "weiterlesen", "mehr (?:lesen|erfahren|anzeigen)", "nach oben", "zurück(?: zur .*)?",
     "weiter", "anzeige", "werbung", "alle akzeptieren",
-    "(?:diese (?:web)?seite|wir) (?:verwendet|verwenden|nutzt|nutzen) cookies.*", "alle rechte vorbehalten",
+    "(?:diese (?:web)?seite|wir) (?:verwendet|verwenden|nutzt|nutzen) cookies.*", r"alle rechte vorbehalten\.?",
     "impressum", "datenschutz", "kommentar (?:schreiben|hinterlassen)", "ähnliche (?:artikel|beiträge)",
     r"[\d.]+ (?:kommentare?|aufrufe)", "newsletter(?: abonnieren)?", "ホーム", "メニュー", "ログイン", "ログアウト",
     "新規登録", "会員登録", "(?:本文|コンテンツ)へ(?:スキップ|移動)", "続きを読む", "もっと見る", "シェア(?:する)?",
@@ -37,7 +37,8 @@ PHRASES = (
     "関連記事", "コメント(?:する|を残す)", "お問い合わせ", "利用規約", "プライバシーポリシー",
     "無断(?:転載|複製)(?:を)?(?:禁止|禁じます)", "(?:当|本)?サイトでは(?:cookie|クッキー)を使用.*",
 )  # fmt: skip
-_MARKS = r"[\s\-–—|•·»›>«‹<→←▲▼△▽►▶◀★☆※*#:：/\[\]【】()（）「」.…。、!！]*"
+# no full stop: a wrapped sentence may end in such a word
+_MARKS = r"[ \t\u00a0\u3000\-–—|•·»›>«‹<→←▲▼△▽►▶◀★☆※*#:：/\[\]【】()（）「」…、!！]*"
 
 
 @config_dataclass
@@ -82,7 +83,7 @@ class Boilerplate:
 @functools.lru_cache(maxsize=8)
 def _pattern(phrases: tuple[str, ...], limit: int) -> re.Pattern[str]:
     either = "|".join(f"(?:{phrase})" for phrase in (*PHRASES, *phrases))
-    line = rf"^(?=.{{1,{limit}}}$){_MARKS}(?=[^\W_]|©|\()(?:{either}){_MARKS}$\n?"
+    line = rf"^(?=.{{1,{limit}}}$){_MARKS}(?=[^\W_]|©|\()(?:{either})(?:\.\.+)?{_MARKS}$\n?"
     return re.compile(line, re.IGNORECASE | re.MULTILINE)
 
 

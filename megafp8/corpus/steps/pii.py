@@ -38,6 +38,7 @@ _EMAIL = re.compile(
 )
 _EXAMPLE_HOST = re.compile(r"(?:^|\.)(?:example\.(?:com|net|org)|example|test|invalid|localhost)$", re.IGNORECASE)
 _IPV4 = re.compile(r"(?<![A-Za-z0-9_.:-])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![A-Za-z0-9_-]|\.[0-9])")
+_FIRST_UNLIKE_SECTION = 32  # 2.2.1.4 is a section; one address in 4,096 has no number of 32 or more
 _IPV6 = re.compile(r"(?<![A-Za-z0-9_:.])[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}(?![A-Za-z0-9_:])")
 _VERSION = re.compile(
     r"(?:\b(?:v|versions?|versionen|release|rev|ver|section|chapter|abschnitt|kapitel)\.?|バージョン|版|第|§)[ \t]*$",
@@ -57,6 +58,7 @@ _PHONE = re.compile(
     r"(?![A-Za-z0-9_@]|[-.,/:][0-9])"
 )
 _DATE = re.compile(r"^0?\d{1,2}[-/ ]+\d{1,2}[-/ ]+\d{2,4}$|^\d{4}[-/]\d{1,2}[-/]\d{1,2}")
+_CAS = re.compile(r"-\d\d-\d(?!\d)")  # numbers of chemical substances, written with leading zeros in some lists
 _IBAN_COUNTRIES = {  # by length
     15: "NO",
     16: "BE",
@@ -133,6 +135,8 @@ class Pii:
             address = ipaddress.ip_address(match.group().rstrip(":"))
         except ValueError:
             return False  # an octet over 255 or with a leading zero, as in 01.02.03.04
+        if address.version == 4 and max(address.packed) < _FIRST_UNLIKE_SECTION:
+            return False
         if _VERSION.search(match.string[max(0, match.start() - 16) : match.start()]):
             return False
         return address.is_global or (self.private_addresses and not address.is_unspecified)
@@ -163,7 +167,7 @@ def _is_iban(match: re.Match[str]) -> bool:
 def _is_phone(match: re.Match[str]) -> bool:
     number = match.group()
     digits = re.sub(r"\D", "", number)
-    if not 7 <= len(digits) <= 15 or _DATE.match(number) or len(set(digits)) < 3:
+    if not 7 <= len(digits) <= 15 or _DATE.match(number) or _CAS.search(number) or len(set(digits)) < 3:
         return False
     before = match.string[max(0, match.start() - 24) : match.start()]
     return not re.search(r"(?:ISBN|ISSN|EAN|DOI|RFC|ISO|DIN|\$|€|¥)(?:-1[03])?[:\s]*$", before, re.IGNORECASE)

@@ -163,15 +163,16 @@ def test_fineweb(text: str, language: str, options: dict, expected: str) -> None
 def test_boilerplate() -> None:
     page = "Home » Menü | Log in\n".replace(" » Menü |", "\nMenü\n")
     page += (
-        "ログイン\n>> Read more\nWir verwenden Cookies, um Ihnen zu helfen.\n"
+        "ログイン\n>> Read more...\nWir verwenden Cookies, um Ihnen zu helfen.\n"
         + ENGLISH
         + "© 2024 ACME Inc. All rights reserved.\n"
     )
     kept = run("boilerplate", page)
     assert isinstance(kept, Document) and kept.text == ENGLISH and kept.metadata == {"count:lines": 7}
     assert reason("boilerplate", page.replace(ENGLISH, "A line.\n")) == "mostly boilerplate"
-    prose = "Next year we go home.\nThe menu was good.\nWeiter ging es nicht, sagte er.\n広告を出すことにした。\n"
+    prose = "We go home.\nThe menu was good.\nWeiter ging es nicht, sagte er.\n広告を出した。\nSo ging es\nweiter.\n"
     assert run("boilerplate", prose).text == prose
+    assert run("boilerplate", ENGLISH + "*\n* Werbung\n").text == ENGLISH + "*\n"
     assert run("boilerplate", ENGLISH + "Buy 3 cheap\n", phrases=["buy .*"]).text == ENGLISH
     with pytest.raises(ConfigError, match=r"phrases: '\(' is no regular expression"):
         make_step({"kind": "boilerplate", "phrases": ["("]})
