@@ -79,7 +79,12 @@ def load_tokenizer(spec: Path | str) -> Tokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its encoder never yields control pieces from text (measured, and tested)."""
+    """A SentencePiece model; its encoder never yields control pieces from text (measured, and tested).
+
+    Attributes:
+        file_bytes: the file.
+        model: the package's processor.
+    """
 
     kind = "sentencepiece"
 
@@ -92,27 +97,32 @@ class SentencePieceTokenizer:
         if not data:  # the package takes it, and answers every call with a default
             raise DataError(f"{path}: not a SentencePiece model (an empty file)")
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
+            self.model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
             raise DataError(f"{path}: not a SentencePiece model ({_first_line(error)})") from None
+        self.file_bytes = data
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        self.vocab_size = self._model.get_piece_size()
-        self.eod_id, self.bos_id = self._model.eos_id(), self._model.bos_id()
+        self.vocab_size = self.model.get_piece_size()
+        self.eod_id, self.bos_id = self.model.eos_id(), self.model.bos_id()
         if self.eod_id < 0:
             raise DataError(f"{path}: has no end id (</s>) to end documents with; train one with eos_id set")
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, out_type=int)
+        return self.model.encode(text, out_type=int)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), out_type=int, num_threads=1)  # processes, not threads, share the work
+        return self.model.encode(list(texts), out_type=int, num_threads=1)  # processes, not threads, share the work
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
+        return self.model.decode([int(i) for i in ids])
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` read by the `tokenizers` package (not by transformers, which may rebuild it)."""
+    """A `tokenizer.json` read by the `tokenizers` package (not by transformers, which may rebuild it).
+
+    Attributes:
+        definition: the file's JSON, with control strings marked as special, without truncation and padding.
+    """
 
     kind = "huggingface"
     _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -130,7 +140,9 @@ class HuggingFaceTokenizer:
             controls = self._control_names(path.parent, definition)
             for token in definition.get("added_tokens", []):
                 token["special"] = token["special"] or token["content"] in controls
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(definition))
+            definition["truncation"] = definition["padding"] = None  # a document is neither cut nor filled up
+            self.definition = json.dumps(definition)
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.definition)
         except Exception as error:  # the package raises bare Exception
             raise DataError(f"{path}: not a tokenizer.json ({_first_line(error)})") from None
         self._tokenizer.encode_special_tokens = True  # a control string in a text is text

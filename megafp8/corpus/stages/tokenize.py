@@ -6,20 +6,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from megafp8.core.config import build
 from megafp8.core.errors import DataError
+from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
 from megafp8.corpus.documents import Document, split_of
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
 from megafp8.data.indexed_writer import as_ids
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
+from megafp8.data.tokenizer_engine import EngineMismatchError, FastTokenizer, encode_documents, fast
 
+_log = get_logger(__name__)
 VERSION = 1
 SPLITS = ("train", "valid")
 OTHER = "(other)"
@@ -33,13 +35,23 @@ def _tokenizer(spec: str, fingerprint: str) -> Tokenizer:
     tokenizer = load_tokenizer(spec)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{spec}: changed while the corpus was being tokenized; run the same command again")
-    return tokenizer
+    return fast(tokenizer)
 
 
 def run(work: Work) -> dict[str, Any]:
-    """`splits`: documents, tokens, text_bytes, languages, sources of each."""
+    """`splits`: documents, tokens, text_bytes, languages, sources of each; `encoder`: what made the ids."""
+    tokenizer = _tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
+    if isinstance(tokenizer, FastTokenizer):
+        try:
+            return _encode(work, tokenizer) | {"encoder": tokenizer.engine_name}
+        except EngineMismatchError as error:  # all of the task again: its bytes depend on its documents only
+            event(_log, "encoding by the reference", level=30, task=work.task.name, because=error)
+            tokenizer = tokenizer.reference
+    return _encode(work, tokenizer) | {"encoder": tokenizer.kind}
+
+
+def _encode(work: Work, tokenizer: Tokenizer) -> dict[str, Any]:
     values = work.values
-    tokenizer = _tokenizer(work.hints["tokenizer"], values["tokenizer"])
     split_config, dtype = build(SplitConfig, values["split"]), np.dtype(values["dtype"])
     with ExitStack() as stack:
         parts = {name: _SplitWriter(work, name, dtype, stack) for name in SPLITS}
@@ -82,11 +94,10 @@ class _SplitWriter:
         self._sources: Counter[str] = Counter()
 
     def add(self, documents: list[Document], tokenizer: Tokenizer) -> None:
-        encoded = tokenizer.encode_batch([document.text for document in documents])
-        end = (tokenizer.eod_id,)
-        ids = as_ids(np.fromiter(chain.from_iterable(chain(one, end) for one in encoded), np.int64), self._dtype)
+        found, lengths = encode_documents(tokenizer, [document.text for document in documents])
+        ids = as_ids(found, self._dtype)
         self._ids.write(ids.tobytes())
-        self._lengths.write(np.asarray([len(one) + 1 for one in encoded], "<i4").tobytes())
+        self._lengths.write(as_ids(lengths, np.dtype("<i4")).tobytes())
         self.documents += len(documents)
         self.tokens += len(ids)
         self.text_bytes += sum(len(document.text.encode("utf-8")) for document in documents)

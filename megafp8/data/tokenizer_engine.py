@@ -1,0 +1,244 @@
+"""A faster encoder for the same ids: the package gigatoken for BPE models, behind guards, where it is installed.
+
+The reference (sentencepiece, tokenizers) stays the definition, and the engine is used only as far as it agrees:
+
+- at the start both encode the same few thousand texts; any difference, and the engine is not used;
+- a text that spells a control piece (`</s>`, `<|endoftext|>`) goes to the reference, which takes it as text, where
+  the engine would give the control id; so does a text whose ids hold a control id all the same;
+- while it runs, one text in 256, chosen by its hash, is encoded by both; a difference is an error by which the
+  caller encodes all of its work again by the reference, so that the outcome does not depend on who met it when.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megafp8.core.errors import DataError
+from megafp8.core.log import event, get_logger
+from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+_log = get_logger(__name__)
+_CHECKED_EVERY = 256
+_PROBES = 3000
+_FIXED_PROBES = (
+    "", " ", "  ", "\n", "\r\n", "\t\tx", "\0", "a\0b", "\u2581", "a\u2581b", "  two  spaces\n\n\n\ttab \r\n",
+    "\u65e5\u672c\u8a9e \u3000\u5168\u89d2 \u00e4\u00f6\u00fc\u00df \u20ac", "e\u0301 \u00e9", "\ufeff\u200b\u200d\u2060", "\x85\u2028\u2029",
+    "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0010ffff\ufdd0", "1234567890 \uff11\uff12\uff13", "don't DON'T I\u2019m",
+    "<0x0A>", "def f(x):\n    return x  # \u2192\n", " " * 300, "\n" * 300, "x" * 300, "\u3042" * 300, "ab" * 200,
+)  # fmt: skip
+
+
+class EngineMismatchError(DataError):
+    """The engine does not give the reference's ids for some text."""
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """Of one tokenizer: pieces that a text must not become by spelling them, and their ids."""
+
+    pieces: frozenset[str]
+    ids: frozenset[int]
+
+    def guard(self) -> re.Pattern[str]:
+        """Finds any of the pieces; what finds nothing, if there is none."""
+        return re.compile("|".join(map(re.escape, sorted(self.pieces, key=lambda p: (-len(p), p)))) or r"(?!)")
+
+
+class FastTokenizer:
+    """A `Tokenizer` with the ids of `reference`; the engine does the work that it is known to do right.
+
+    Attributes:
+        engine_name: package and version, for records.
+        reference: the tokenizer that defines the ids.
+    """
+
+    def __init__(self, reference: Tokenizer, engine: Any, controls: _Controls, engine_name: str) -> None:
+        self.reference, self._engine, self.engine_name = reference, engine, engine_name
+        self.kind, self.fingerprint = reference.kind, reference.fingerprint
+        self.vocab_size, self.eod_id, self.bos_id = reference.vocab_size, reference.eod_id, reference.bos_id
+        self._guard = controls.guard()
+        self._is_control = np.zeros(reference.vocab_size, np.bool_)
+        self._is_control[list(controls.ids)] = True
+
+    def encode(self, text: str) -> list[int]:
+        """As `Tokenizer.encode`; a single text is not worth the engine."""
+        return self.reference.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As `Tokenizer.decode`."""
+        return self.reference.decode(ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `Tokenizer.encode_batch`.
+
+        Raises:
+            EngineMismatchError: a text that was encoded by both has other ids.
+        """
+        ids, lengths = self.encode_flat(texts)
+        return [one.tolist() for one in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts in a row, int64 number of ids of each).
+
+        Raises:
+            EngineMismatchError: a text that was encoded by both has other ids.
+        """
+        guarded = {number for number, text in enumerate(texts) if self._guard.search(text)}
+        ids, offsets = self._run(["" if number in guarded else text for number, text in enumerate(texts)])
+        if (found := np.flatnonzero(self._is_control[ids])).size:
+            guarded.update((np.searchsorted(offsets, found, side="right") - 1).tolist())
+        for number, text in enumerate(texts):
+            if number not in guarded and _is_checked(text):
+                self._compare(text, ids[offsets[number] : offsets[number + 1]])
+        return self._with_reference(texts, sorted(guarded), ids, offsets)
+
+    def _run(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, offsets) of what the engine gives."""
+        try:
+            layout = self._engine.encode_batch(texts, parallel=False).layout  # processes share the work, not threads
+            ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        except BaseException as error:  # its panics are no Exception
+            _raise_if_asked(error)
+            raise EngineMismatchError(f"{self.engine_name} fails: {_first_line(error)}") from None
+        if len(offsets) != len(texts) + 1 or offsets[0] or int(ids.max(initial=0)) >= self.vocab_size:
+            raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} texts for {len(texts)}, or wrong ids")
+        return ids[: offsets[-1]], offsets
+
+    def _compare(self, text: str, ids: np.ndarray) -> None:
+        if self.reference.encode(text) != ids.tolist():
+            raise EngineMismatchError(f"{self.engine_name} gives other ids than {self.kind} for {text[:40]!r}...")
+
+    def _with_reference(
+        self, texts: Sequence[str], guarded: list[int], ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Put the reference's ids in the place of the engine's for `guarded`."""
+        lengths = np.diff(offsets).astype(np.int64)
+        if not guarded:
+            return ids, lengths
+        parts, begin = [], 0
+        for number, theirs in zip(guarded, self.reference.encode_batch([texts[number] for number in guarded])):
+            parts += [ids[begin : offsets[number]], np.asarray(theirs, ids.dtype)]
+            begin, lengths[number] = offsets[number + 1], len(theirs)
+        return np.concatenate([*parts, ids[begin:]]), lengths
+
+    def prove(self, texts: Sequence[str]) -> None:
+        """Compare all ids of texts with the reference's.
+
+        Raises:
+            EngineMismatchError: they differ.
+        """
+        ids, lengths = self.encode_flat(texts)
+        for text, one, theirs in zip(texts, np.split(ids, np.cumsum(lengths)), self.reference.encode_batch(texts)):
+            if one.tolist() != theirs:
+                raise EngineMismatchError(f"{self.engine_name} gives other ids than {self.kind} for {text[:40]!r}")
+
+
+def fast(reference: Tokenizer) -> Tokenizer:
+    """`reference` with a faster encoder, or itself where there is none that gives its ids; a log line says why."""
+    if not isinstance(reference, (SentencePieceTokenizer, HuggingFaceTokenizer)):
+        return reference
+    try:
+        import gigatoken  # optional: it only saves time
+    except ImportError:
+        event(_log, "encoding by the reference", kind=reference.kind, because="package gigatoken is not installed")
+        return reference
+    name = f"gigatoken {importlib.metadata.version('gigatoken')}"
+    try:
+        if isinstance(reference, SentencePieceTokenizer):
+            engine, controls = gigatoken.Tokenizer.from_sentencepiece(reference.file_bytes), _piece_controls(reference)
+        else:
+            engine, controls = gigatoken.Tokenizer.from_json(reference.definition), _added_controls(reference)
+    except BaseException as error:  # its panics are no Exception
+        _raise_if_asked(error)
+        because = f"{name} cannot load it: {_first_line(error)}"
+        event(_log, "encoding by the reference", kind=reference.kind, because=because)
+        return reference
+    tokenizer = FastTokenizer(reference, engine, controls, name)
+    try:
+        tokenizer.prove(list(_probes(reference)))
+    except EngineMismatchError as error:
+        event(_log, "encoding by the reference", level=30, kind=reference.kind, because=error)
+        return reference
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of texts in a row, each ended by `eod_id`; int64 number of ids of each, the end counted).
+
+    Raises:
+        EngineMismatchError: see `FastTokenizer.encode_flat`.
+    """
+    if isinstance(tokenizer, FastTokenizer):
+        ids, lengths = tokenizer.encode_flat(texts)
+    else:
+        encoded = tokenizer.encode_batch(texts)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
+    lengths = lengths + 1
+    out = np.full(int(lengths.sum()), tokenizer.eod_id, np.int64)
+    is_text = np.ones(len(out), np.bool_)
+    is_text[np.cumsum(lengths) - 1] = False
+    out[is_text] = ids
+    return out, lengths
+
+
+def _is_checked(text: str) -> bool:
+    """One text in 256, always the same ones, by the hash of their beginning."""
+    return xxhash.xxh3_64_intdigest(text[:256].encode("utf-8", "surrogatepass")) % _CHECKED_EVERY == 0
+
+
+def _piece_controls(reference: SentencePieceTokenizer) -> _Controls:
+    """Pieces that are not normal; a byte's name (`<0x0A>`) is text when it is spelled, a user's symbol is a piece that
+    the engine takes in another way where a text begins with it."""
+    from sentencepiece import sentencepiece_model_pb2  # the package's own description of the file
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(reference.file_bytes)
+    types = model.SentencePiece
+    odd = [(i, one) for i, one in enumerate(model.pieces) if one.type != types.NORMAL]
+    never = (types.CONTROL, types.UNKNOWN, types.UNUSED)
+    ids = frozenset(i for i, one in odd if one.type in never)
+    return _Controls(frozenset(one.piece for _, one in odd) - {""}, ids)
+
+
+def _added_controls(reference: HuggingFaceTokenizer) -> _Controls:
+    """Special added tokens, and those that take in what surrounds them, which is easily done otherwise."""
+    added = json.loads(reference.definition).get("added_tokens", [])
+    wide = ("lstrip", "rstrip", "single_word")
+    pieces = frozenset(t["content"] for t in added if t["special"] or any(t.get(key) for key in wide))
+    return _Controls(pieces - {""}, frozenset(t["id"] for t in added if t["special"]) | {reference.eod_id})
+
+
+def _probes(reference: Tokenizer) -> Iterator[str]:
+    """Texts that try all of a vocabulary's kinds of pieces, seeded."""
+    yield from _FIXED_PROBES
+    rng = random.Random(0)
+    for _ in range(_PROBES):
+        pieces: Iterable[str] = (
+            reference.decode([rng.randrange(reference.vocab_size)]) if rng.random() < 0.85 else _character(rng)
+            for _ in range(rng.randrange(1, 20))
+        )
+        yield rng.choice(("", " ", "\n")).join(pieces)
+
+
+def _character(rng: random.Random) -> str:
+    low, high = rng.choice(((1, 0x80), (0x80, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000), (0x20000, 0x110000)))
+    return chr(rng.randrange(low, high))
+
+
+def _raise_if_asked(error: BaseException) -> None:
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
+        raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
