@@ -26,15 +26,16 @@ from megafp8.data.tokenizer_engine import EngineMismatchError, FastTokenizer, en
 
 pytest.importorskip("gigatoken", reason="the engine is optional")
 NASTY = Path(__file__).parents[2] / "nasty"
-TEXTS = ["the quick brown fox jumps over the lazy dog", "Der schnelle braune Fuchs, ein faules Huhn", "いろはにほへと"] * 20
+FOX = "the quick brown fox jumps over the lazy dog"
+TEXTS = [FOX, "Der schnelle braune Fuchs, ein faules Huhn", "いろはにほへと"] * 20
 CONTROLS = ["<unk>", "<s>", "</s>", "<pad>", "<|endoftext|>", "<|im_start|>", "<0x41>", "<tool>"]
 
 
 def sentencepiece_model(folder: Path, **options: Any) -> Path:
     out = io.BytesIO()
-    settings = {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False, "vocab_size": 350, **options}
+    settings = {"model_type": "bpe", "vocab_size": 350, "remove_extra_whitespaces": False, **options}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_writer=out, normalization_rule_name="identity",
+        sentence_iterator=iter(TEXTS), model_writer=out, byte_fallback=True, normalization_rule_name="identity",
         allow_whitespace_only_pieces=True, unk_id=0, bos_id=1, eos_id=2, pad_id=3, minloglevel=2, **settings,
     )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(out.getvalue())
