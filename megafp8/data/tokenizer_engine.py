@@ -32,7 +32,7 @@ _CHECKED_EVERY = 256
 _PROBES = 3000
 _FIXED_PROBES = (
     "", " ", "  ", "\n", "\r\n", "\t\tx", "\0", "a\0b", "\u2581", "a\u2581b", "  two  spaces\n\n\n\ttab \r\n",
-    "\u65e5\u672c\u8a9e \u3000\u5168\u89d2 \u00e4\u00f6\u00fc\u00df \u20ac", "e\u0301 \u00e9", "\ufeff\u200b\u200d\u2060", "\x85\u2028\u2029",
+    "日本語 \u3000全角 äöüß €", "e\u0301 é", "\ufeff\u200b\u200d\u2060", "\x85\u2028\u2029",
     "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0010ffff\ufdd0", "1234567890 \uff11\uff12\uff13", "don't DON'T I\u2019m",
     "<0x0A>", "def f(x):\n    return x  # \u2192\n", " " * 300, "\n" * 300, "x" * 300, "\u3042" * 300, "ab" * 200,
 )  # fmt: skip
@@ -111,7 +111,7 @@ class FastTokenizer:
             _raise_if_asked(error)
             raise EngineMismatchError(f"{self.engine_name} fails: {_first_line(error)}") from None
         if len(offsets) != len(texts) + 1 or offsets[0] or int(ids.max(initial=0)) >= self.vocab_size:
-            raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} texts for {len(texts)}, or wrong ids")
+            raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} of {len(texts)} texts, or wrong ids")
         return ids[: offsets[-1]], offsets
 
     def _compare(self, text: str, ids: np.ndarray) -> None:
