@@ -111,7 +111,7 @@ class FastTokenizer:
             _raise_if_asked(error)
             raise EngineMismatchError(f"{self.engine_name} fails: {_first_line(error)}") from None
         if len(offsets) != len(texts) + 1 or offsets[0] or int(ids.max(initial=0)) >= self.vocab_size:
-            raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} of {len(texts)} texts, or wrong ids")
+            raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} of {len(texts)} texts or odd ids")
         return ids[: offsets[-1]], offsets
 
     def _compare(self, text: str, ids: np.ndarray) -> None:
