@@ -11,6 +11,7 @@ The reference (sentencepiece, tokenizers) stays the definition, and the engine i
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import random
@@ -200,9 +201,8 @@ def _is_checked(text: str) -> bool:
 def _piece_controls(reference: SentencePieceTokenizer) -> _Controls:
     """Pieces that are not normal; a byte's name (`<0x0A>`) is text when it is spelled, a user's symbol is a piece that
     the engine takes in another way where a text begins with it."""
-    from sentencepiece import sentencepiece_model_pb2  # the package's own description of the file
-
-    model = sentencepiece_model_pb2.ModelProto.FromString(reference.file_bytes)
+    description: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # of the file's fields
+    model = description.ModelProto.FromString(reference.file_bytes)
     types = model.SentencePiece
     odd = [(i, one) for i, one in enumerate(model.pieces) if one.type != types.NORMAL]
     never = (types.CONTROL, types.UNKNOWN, types.UNUSED)
