@@ -48,6 +48,7 @@ class Local:
                     worker.give(root, waiting.popleft())
                     running += 1
             busy = {handle: w for w in self._workers if w.task for handle in (w.connection, w.process.sentinel)}
+            assert busy, "a task is neither waiting nor with a worker"
             ready = multiprocessing.connection.wait(list(busy))
             for worker in {id(busy[handle]): busy[handle] for handle in ready}.values():  # type: ignore[index]
                 again = self._hear(worker, listener, attempts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import pytest
 
 from megafp8.core.config import dump_toml
 from megafp8.core.errors import ResourceError
+from megafp8.corpus import stage_run
 from megafp8.corpus.executors import local
 from megafp8.corpus.run import preprocess
 
@@ -134,6 +136,26 @@ def test_dead_worker_costs_one_attempt(
     again = [entry for entry in log if entry["event"] == "tried again"]
     assert len(again) == len(deaths) and all("died by signal 9" in entry["message"] for entry in again)
     assert {entry["stage"] for entry in log} == {"split", "read", "sample", "tokenizer", "tokenize", "write"}
+
+
+def test_workers_that_die_unseen_lose_no_task(
+    contents: Callable, config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All die while the parent is busy with a result, not while it waits for one."""
+    done, seen = stage_run._Listener.done, []
+
+    def kill(self: Any, task: Any, record: Any) -> None:
+        seen.append(task.id)
+        if len(seen) in (2, 5, 9):
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+        done(self, task, record)
+
+    preprocess(config("whole", executor=SMALL))
+    monkeypatch.setattr(stage_run._Listener, "done", kill)
+    preprocess(config(output={"workers": 2}, executor=SMALL))
+    assert contents(tmp_path / "whole") == contents(tmp_path / "out")
 
 
 def test_task_that_always_dies_is_set_aside_and_the_rest_goes_on(
