@@ -16,6 +16,8 @@ from typing import Any
 import xxhash
 import zstandard
 
+from megafp8.corpus.storage import open_binary, read_head
+
 _CHUNK = 1 << 14  # bytes that a decoder takes at once, and gzip gives: bounds how far a chunk can swell
 _BUFFER = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -30,8 +32,7 @@ class DamagedError(Exception):
 
 def is_plain(path: Path | str) -> bool:
     """Whether a file is neither compressed nor UTF-16, so that it can be cut at any line end."""
-    with open(path, "rb") as file:
-        head = file.read(4)
+    head = read_head(path, 4)
     return not (head[:2] == _GZIP or _is_zstd(head) or head[:2] in UTF16_MARKS)
 
 
@@ -46,12 +47,14 @@ class InputStream(io.RawIOBase):
         start, stop: the bytes of a plain file to read; `stop` 0: to its end. A range is never decompressed.
 
     Attributes:
+        start, stop: as given; `stop` of a whole file is beyond its end.
         position: bytes of the file read so far.
         reader: buffered, with `readline`; closed with the stream.
     """
 
     def __init__(self, path: Path | str, *, start: int = 0, stop: int = 0) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open_binary(path)
+        self.start, self.stop = start, stop or sys.maxsize
         self._digest = xxhash.xxh3_128()
         self._left_in_range = stop - start if stop else sys.maxsize
         self.position = 0
@@ -88,6 +91,14 @@ class InputStream(io.RawIOBase):
         buffer[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
+
+    def raw(self, size: int) -> bytes:
+        """Up to `size` bytes as they lie on disk, of a stream that nobody has read from."""
+        parts: list[bytes] = []
+        while size > 0 and (data := self._read(size)):
+            parts.append(data)
+            size -= len(data)
+        return b"".join(parts)
 
     def checksum(self) -> str:
         """xxh3_128 of the whole file as it lies on disk; reads what is left of it."""

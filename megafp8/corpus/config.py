@@ -16,12 +16,15 @@ class SourceConfig:
     """Where documents come from."""
 
     kind: Annotated[
-        Literal["jsonl", "text", "python_stdlib"],
-        Field(description="jsonl: one object a line; text: one file a document; python_stdlib: this Python's own docs"),
+        Literal["jsonl", "text", "source_tree", "parquet", "warc", "python_stdlib"],
+        Field(
+            description="jsonl: one object a line; text: one file a document; source_tree: the text files of folders; "
+            "parquet: one row a document; warc: web pages of WARC or WET; python_stdlib: this Python's own docs"
+        ),
     ]
     files: Annotated[
         tuple[str, ...],
-        Field(description="paths or globs (** too) from the current folder; plain, .gz and .zst are told by content"),
+        Field(description="paths, globs (** too) or URLs (s3://...); plain, .gz and .zst are told by content"),
     ] = ()
     valid_files: Annotated[
         tuple[str, ...],
@@ -34,6 +37,10 @@ class SourceConfig:
     id_key: Annotated[str, Field(description="jsonl: key of the document's id; where it is missing: file:line")] = "id"
     language_key: Annotated[str, Field(description="jsonl: key of the language")] = "lang"
     source_key: Annotated[str, Field(description="jsonl: key of the source; where it is missing: the file")] = "source"
+    metadata_keys: Annotated[tuple[str, ...], Field(description="jsonl, parquet: keys kept with the document")] = ()
+    suffixes: Annotated[
+        tuple[str, ...], Field(description="source_tree: with what the names of files that are read end")
+    ] = (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".md", ".rst")
     language: Annotated[str, Field(description="language of documents that do not say")] = ""
     encoding: Annotated[str, Field(description="text: how the files are encoded; nothing is guessed")] = "utf-8"
     source_bytes: Annotated[
@@ -50,7 +57,7 @@ class SourceConfig:
     def __post_init__(self) -> None:
         for name in ("files", "valid_files") if self.kind == "python_stdlib" else ():
             if getattr(self, name):
-                raise ValueError(f'{name} is for kind "jsonl" or "text"; python_stdlib reads this Python, remove it')
+                raise ValueError(f'{name} is for the other kinds; python_stdlib reads this Python, remove it')
         if self.kind != "python_stdlib" and not self.files:
             raise ValueError(f'files is empty, but kind is "{self.kind}"; give paths or globs')
         try:

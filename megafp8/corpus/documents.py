@@ -69,12 +69,20 @@ class Bad:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """What a reader knows to be no text of the corpus, such as an image in a web archive; counted as dropped."""
+
+    document: Document
+    why: Dropped
+
+
+@dataclass(frozen=True)
 class Record:
     """What a reader yields: a raw line, a ready document, or a problem; `held_out` if its file is for validation."""
 
     file: str
     line: int
-    data: bytes | Document | Bad
+    data: bytes | Document | Bad | Skipped
     held_out: bool = False
 
     @property
@@ -85,7 +93,7 @@ class Record:
         return len(self.data.text) if isinstance(self.data, Document) else 0
 
 
-def parse(record: Record, config: SourceConfig) -> Document | Bad | None:
+def parse(record: Record, config: SourceConfig) -> Document | Bad | Skipped | None:
     """The document of a record, its problem, or None for a blank line."""
     data = record.data
     if not isinstance(data, bytes):
@@ -103,6 +111,20 @@ def parse(record: Record, config: SourceConfig) -> Document | Bad | None:
     except ValueError as error:
         reason = str(error) if isinstance(error, _Refused) else f"not JSON: {error}"
     return Bad(record.file, record.line, reason, excerpt(line))
+
+
+def document_of(value: Any, file: str, line: int, config: SourceConfig) -> Document | Bad:
+    """The document of a JSON value or of a row of a table, or why it is none."""
+    try:
+        return _document(value, Record(file, line, b""), config)
+    except _Refused as error:
+        return Bad(file, line, str(error))
+
+
+def too_long(path: str, line: int, data: bytes, config: SourceConfig) -> Record:
+    """A record that is longer than it may be, by its beginning."""
+    reason = f"longer than {config.max_record_bytes} bytes; see source.max_record_bytes"
+    return Record(path, line, Bad(path, line, reason, excerpt(data)))
 
 
 class _Refused(ValueError):
@@ -130,6 +152,7 @@ def _document(value: Any, record: Record, config: SourceConfig) -> Document:
         text,
         language if isinstance(language, str) else config.language,
         source if isinstance(source, str) else record.file,
+        {key: value[key] for key in config.metadata_keys if key in value},
     )
 
 

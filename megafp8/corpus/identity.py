@@ -36,7 +36,9 @@ def source_values(config: CorpusConfig) -> dict[str, Any]:
     source = to_dict(config.source)
     for judging in ("max_bad_share", "keep_damaged_files"):
         del source[judging]
-    for later in ("valid_files", "languages"):  # keys that came later change no fingerprint where they are not used
+    if config.source.kind != "source_tree":
+        del source["suffixes"]
+    for later in ("valid_files", "languages", "metadata_keys"):  # later keys change no fingerprint where not used
         if not source[later]:
             del source[later]
     values = {"source": source, "split": to_dict(config.split)}

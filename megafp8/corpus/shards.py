@@ -60,6 +60,11 @@ def is_large(file: InputFile, config: SourceConfig, shard_bytes: int) -> bool:
     return config.kind == "jsonl" and file.num_bytes > shard_bytes and is_plain(file.path)
 
 
+def is_table(file: InputFile, config: SourceConfig, shard_bytes: int) -> bool:
+    """Whether a file is read by several tasks that need not look for bounds: a row group goes where it begins."""
+    return config.kind == "parquet" and file.num_bytes > shard_bytes
+
+
 def ranges(file: InputFile, shard_bytes: int) -> list[tuple[int, int]]:
     """A large file in pieces of equal size, wherever its lines end."""
     return [(at, min(at + shard_bytes, file.num_bytes)) for at in range(0, file.num_bytes, shard_bytes)]
@@ -78,10 +83,13 @@ def plan_shards(
     shards: list[Shard] = []
     group: list[InputFile] = []
     for file in files:
-        if file.path in cuts:
+        if file.path in cuts or is_table(file, config, shard_bytes):
             shards += [Shard(tuple(group))] if group else []
             group = []
-            shards += _line_ranges(file, shard_bytes, cuts[file.path])
+            if file.path in cuts:
+                shards += _line_ranges(file, shard_bytes, cuts[file.path])
+            else:
+                shards += [Shard((file,), start, stop) for start, stop in ranges(file, shard_bytes)]
             continue
         group.append(file)
         size = sum(one.num_bytes for one in group)

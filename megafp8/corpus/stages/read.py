@@ -11,7 +11,7 @@ from typing import Any
 
 from megafp8.core.config import build
 from megafp8.corpus.config import SourceConfig
-from megafp8.corpus.documents import Bad, is_wanted, parse
+from megafp8.corpus.documents import Bad, Skipped, is_wanted, parse
 from megafp8.corpus.mapping import Mapper, steps_of
 from megafp8.corpus.parts import PartWriter
 from megafp8.corpus.shards import read_shard
@@ -38,7 +38,9 @@ def run(work: Work) -> dict[str, Any]:
         if isinstance(document, Bad):
             bad.append(document)
             continue
-        if document.is_empty:
+        if isinstance(document, Skipped):
+            mapper.drop("read", document.document, document.why)
+        elif document.is_empty:
             empty += 1
         elif not is_wanted(document, config):
             other += 1

@@ -1,0 +1,120 @@
+"""Files by path or by URL (`s3://bucket/name`, through fsspec): find them, know their size and time, open them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import xxhash
+
+from megafp8.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """An input as it was when the run began; of an object without a time, `mtime_ns` is a hash of its ETag."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+
+def is_url(path: Path | str) -> bool:
+    """Whether fsspec has to open it."""
+    return "://" in str(path)
+
+
+def open_binary(path: Path | str) -> Any:
+    """A file for reading, seekable, unbuffered where it is local."""
+    if is_url(path):
+        return fsspec.open(str(path), "rb").open()
+    return open(path, "rb", buffering=0)
+
+
+def read_head(path: Path | str, num_bytes: int) -> bytes:
+    """The first bytes of a file."""
+    file: BinaryIO
+    with open_binary(path) as file:
+        return file.read(num_bytes)
+
+
+def input_file(path: str) -> InputFile:
+    """Size and time of one input.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        if is_url(path):
+            system, inner = _system(path)
+            return _object(path, system.info(inner))
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return InputFile(path, status.st_size, status.st_mtime_ns)
+
+
+def find_files(patterns: tuple[str, ...], inside: Callable[[str], list[str]] | None = None) -> list[InputFile]:
+    """The files that paths, globs and URLs name, sorted, each once.
+
+    Args:
+        inside: gives the files of a folder that a pattern names; None: folders are no input.
+
+    Raises:
+        DataError: a pattern that matches no file, or a store that does not answer.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        files = _objects(pattern) if is_url(pattern) else _local(pattern, inside)
+        if not files:
+            where = f"(looked from {Path.cwd()}); correct source.files or source.valid_files"
+            raise DataError(f"{pattern!r} matches no file {where}")
+        found.update(files)
+    return [input_file(path) for path in sorted(found)]
+
+
+def _local(pattern: str, inside: Callable[[str], list[str]] | None) -> list[str]:
+    expanded = os.path.expanduser(pattern)
+    matches = [expanded] if os.path.exists(expanded) else glob.glob(expanded, recursive=True)
+    files = [path for path in matches if os.path.isfile(path)]
+    if inside is not None:
+        files += [path for folder in matches if os.path.isdir(folder) for path in inside(folder)]
+    return files
+
+
+def _system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it.
+
+    Raises:
+        DataError: unknown protocol, or its package is missing.
+    """
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        return found
+    except (ValueError, ImportError) as error:
+        raise DataError(f"{url}: no such store here: {error}") from None
+
+
+def _objects(pattern: str) -> list[str]:
+    system, inner = _system(pattern)
+    try:
+        names = system.glob(inner) if any(mark in inner for mark in "*?[") else [inner] if system.isfile(inner) else []
+        return [system.unstrip_protocol(name) for name in names if system.isfile(name)]
+    except Exception as error:  # each store has errors of its own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{pattern}: cannot be listed: {reason}") from None
+
+
+def _object(path: str, info: dict[str, Any]) -> InputFile:
+    time = info.get("LastModified") or info.get("mtime") or info.get("created") or info.get("last_modified")
+    if isinstance(time, datetime):
+        time = time.timestamp()
+    if not isinstance(time, (int, float)):
+        time = xxhash.xxh3_32_intdigest(str(info.get("ETag", info.get("etag", ""))).encode())
+    return InputFile(path, int(info["size"]), int(time * 1_000_000_000))
