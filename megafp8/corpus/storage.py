@@ -104,8 +104,9 @@ def _system(url: str) -> tuple[Any, str]:
 def _objects(pattern: str) -> list[str]:
     system, inner = _system(pattern)
     try:
-        names = system.glob(inner) if any(mark in inner for mark in "*?[") else [inner] if system.isfile(inner) else []
-        return [system.unstrip_protocol(name) for name in names if system.isfile(name)]
+        if not any(mark in inner for mark in "*?["):
+            return [pattern] if system.isfile(inner) else []
+        return [system.unstrip_protocol(name) for name in system.glob(inner) if system.isfile(name)]
     except Exception as error:  # each store has errors of its own
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{pattern}: cannot be listed: {reason}") from None
@@ -116,5 +117,5 @@ def _object(path: str, info: dict[str, Any]) -> InputFile:
     if isinstance(time, datetime):
         time = time.timestamp()
     if not isinstance(time, (int, float)):
-        time = xxhash.xxh3_32_intdigest(str(info.get("ETag", info.get("etag", ""))).encode())
+        time = xxhash.xxh32_intdigest(str(info.get("ETag", info.get("etag", ""))).encode())
     return InputFile(path, int(info["size"]), int(time * 1_000_000_000))

@@ -24,7 +24,8 @@ def files_inside(folder: str, config: SourceConfig) -> list[str]:
     found = []
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_ENTERED]
-        paths = [os.path.join(at, name) for name in names if not name.startswith(".") and name.endswith(config.suffixes)]
+        names = [name for name in names if not name.startswith(".") and name.endswith(config.suffixes)]
+        paths = [os.path.join(at, name) for name in names]
         found += [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
     return sorted(found)
 

@@ -19,6 +19,8 @@ from megafp8.corpus.compressed import DamagedError, InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Document, Dropped, Record, Skipped, excerpt
 
+_ALL = WarcRecordType.any_type
+_TAIL = 128
 _HTML = ("text/html", "application/xhtml+xml")
 _TEXTS = WarcRecordType.response | WarcRecordType.conversion | WarcRecordType.resource
 _HEADER = (
@@ -29,42 +31,61 @@ _HEADER = (
 
 def records(path: str, stream: InputStream, config: SourceConfig, first_line: int = 1) -> Iterator[Record]:
     """A record for each page or text, numbered by its place among all records of the archive."""
-    number, source = 0, _Unbuffered(stream)
+    number, source, last = 0, _Watched(stream), b""
+    archive: Any = source
     try:
-        for one in ArchiveIterator(source, parse_http=False, stream_detect=False, record_types=WarcRecordType.any_type):
-            number += 1
+        for one in ArchiveIterator(archive, parse_http=False, stream_detect=False, record_types=_ALL):
+            number, last = number + 1, b""
             if not one.record_type & _TEXTS:
                 continue
-            yield Record(path, number, _taken(one, path, number, config))
+            if one.content_length > config.max_record_bytes:
+                reason = f"longer than {config.max_record_bytes} bytes; see source.max_record_bytes"
+                yield Record(path, number, Bad(path, number, reason))
+                continue
+            last = one.reader.read()
+            yield Record(path, number, _taken(one, last, path, number, config))
             if source.damage:
                 break
+        source.check_end(last)
     except (OSError, ValueError, DamagedError) as error:
         source.damage = source.damage or str(error)
     if source.damage:
         yield Record(path, number + 1, Bad(path, number + 1, source.damage, damaged=True))
 
 
-class _Unbuffered:
-    """What the archive's reader reads from; keeps the damage of a stream, which that reader would take for its end."""
+class _Watched:
+    """What the archive's reader reads from; keeps what that reader would take for a good end: damage, a cut header."""
 
     def __init__(self, stream: InputStream) -> None:
         self._reader = stream.reader
+        self._done = 0
+        self._tail = b""
         self.damage = ""
 
     def read(self, size: int = -1) -> bytes:
         try:
-            return self._reader.read(size)
+            data = self._reader.read1(size)  # not `read`, which loses what it has when the stream turns out damaged
         except DamagedError as error:
             self.damage = str(error)
             return b""
+        self._done += len(data)
+        self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
+        return data
+
+    def tell(self) -> int:
+        return self._done
+
+    def check_end(self, last: bytes) -> None:
+        """Note it if the archive ends neither in an empty line nor with the payload of its last record."""
+        if self.damage or not self._done or self._tail.endswith(b"\r\n\r\n"):
+            return
+        ending = last[-_TAIL // 2 :].rstrip(b"\r\n")
+        if not ending or not self._tail.rstrip(b"\r\n").endswith(ending):
+            self.damage = "the archive is cut short in the header of a record"
 
 
-def _taken(one: Any, path: str, number: int, config: SourceConfig) -> Document | Bad | Skipped:
-    if one.content_length > config.max_record_bytes:
-        reason = f"longer than {config.max_record_bytes} bytes; see source.max_record_bytes"
-        return Bad(path, number, reason)
-    url, length = one.headers.get("WARC-Target-URI", ""), one.content_length
-    data = one.reader.read()
+def _taken(one: Any, data: bytes, path: str, number: int, config: SourceConfig) -> Document | Bad | Skipped:
+    url, length = one.headers.get("WARC-Target-URI", ""), int(one.headers.get("Content-Length", "0"))
     if len(data) != length:
         return Bad(path, number, f"cut short: {len(data)} of {length} bytes of {url}", damaged=True)
     name = (one.headers.get("WARC-Record-ID") or f"{path}:{number}").removeprefix("<urn:uuid:").removesuffix(">")
@@ -98,5 +119,5 @@ def _page(data: bytes) -> str | Dropped:
     if kind not in _HTML and kind != "text/plain":
         return Dropped("no text", kind)
     body = one.reader.read()
-    text = bytes_to_str(body, one.http_charset or detect_encoding(body), errors="replace")
+    text = bytes_to_str(body, str(one.http_charset or detect_encoding(body)), errors="replace")
     return text if kind == "text/plain" else extract_plain_text(text, main_content=True)

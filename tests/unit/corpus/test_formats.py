@@ -202,7 +202,7 @@ def test_urls(tmp_path: Path) -> None:
     put("memory://store/b.jsonl", lines(3) + b"no json\n")
     found = read("jsonl", "memory://store/*.jsonl*")
     assert len(texts(found)) == 8 and len(bad(found)) == 1
-    assert bad(found)[0].file == "memory://store/b.jsonl" and bad(found)[0].line == 4
+    assert bad(found)[0].file.endswith("store/b.jsonl") and bad(found)[0].line == 4
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": ["a", "b"]}), buffer)
     put("memory://store/c.parquet", buffer.getvalue())
