@@ -16,7 +16,7 @@ from megafp8.report.runs import Run
 from megafp8.report.style import COLOURS, RC, Picture, new_figure, render, run_colour, run_width
 
 WIDTH = 9.6  # inches; the page shows a figure at the width of its column
-_MANY = 4  # runs; beyond, single steps of all of them would hide the averages
+_MANY = 3  # runs; beyond, single steps of all of them would hide the averages
 
 
 def loss_figure(runs: Sequence[Run], others: Sequence[Difference | None]) -> Picture:
