@@ -60,7 +60,7 @@ def test_white_space_has_pieces(prose: list[str], load: Callable) -> None:
 
 def test_control_ids(prose: list[str], load: Callable) -> None:
     tokenizer = load(train(prose, TokenizerConfig(vocab_size=500)))
-    assert [tokenizer._model.id_to_piece(i) for i in range(4)] == list(CONTROL)
+    assert [tokenizer.model.id_to_piece(i) for i in range(4)] == list(CONTROL)
 
 
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
