@@ -327,7 +327,7 @@ def test_text_files_and_named_tokenizer(config: Callable, tmp_path: Path) -> Non
     [
         ({"kind": "jsonl", "files": []}, "files is empty"),
         ({"kind": "python_stdlib"}, "remove it"),
-        ({"kind": "parquet"}, "parquet"),
+        ({"kind": "orc"}, "orc"),
         ({"encoding": "utf-9"}, "not known to Python"),
         ({"fils": ["x"]}, "nearest: files"),
     ],
