@@ -193,7 +193,7 @@ def codes_or_values(rank: int, world: int, parallel: Values, recipe: str, emulat
     for as_codes in (True, False):
         y = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
         state = moe.experts.states[0]
-        state.one_scale_everywhere = lambda _, as_codes=as_codes: as_codes
+        state.alike_everywhere = lambda _, as_codes=as_codes: as_codes
         sent.clear()
         made = moe(y, Context())
         made.sum().backward()

@@ -108,6 +108,10 @@ class Watched(dict[str, Any]):
         self.seen.add(key)
         return super().__getitem__(key)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
 
 def test_what_a_checkpoint_says_is_read_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """R011: every number of the trainer is used at resume; the rest is there for people."""
