@@ -25,7 +25,7 @@ from megafp8.fp8.blocks import (
     tensor_factor,
 )
 from megafp8.fp8.formats import E2M1, E8M0, UE4M3, noise_keys, noise_of, rounder, stochastic_rounder
-from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, scale_from_amax, scale_inverse
+from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, magnitude, scale_from_amax, scale_inverse
 
 Tensor = torch.Tensor
 Kernel = Callable[..., tuple[Tensor, ...]]
@@ -126,7 +126,7 @@ def block_arithmetic(spec: TensorSpec, dtype: torch.dtype) -> Kernel:
     def quantized(
         blocks: Tensor, dims: int | tuple[int, ...], place: Tensor | None, *extra: Tensor
     ) -> tuple[Tensor, ...]:
-        amax = _magnitude(blocks).amax(dims, keepdim=True)
+        amax = magnitude(blocks).amax(dims, keepdim=True)
         scale, factor, *shared = scales_of(amax, *extra[:1]) if two_level else scales_of(amax)
         scaled = blocks.float() * scale
         if stochastic:
@@ -192,7 +192,7 @@ def hadamard_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
             parts = [low + high * sign for low, high in zip(parts[::2], parts[1::2], strict=True)]
         made.append((parts[0] * 0.25).to(x.dtype))
     result = torch.stack(made, 2)
-    return result, _magnitude(result).amax().reshape(1)
+    return result, magnitude(result).amax().reshape(1)
 
 
 def extremes_kernel(block: tuple[int, int]) -> Callable[[Tensor], Tensor]:
@@ -211,11 +211,6 @@ def extremes_kernel(block: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         return torch.stack([torch.where(found > 0, found, torch.inf).amin(), torch.where(found > 0, found, 0.0).amax()])
 
     return extremes
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    magnitude = x.float().abs()
-    return torch.where(magnitude == magnitude, magnitude, 0.0)
 
 
 def _count(size: int) -> Tensor:

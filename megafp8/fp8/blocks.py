@@ -26,7 +26,7 @@ from megafp8.fp8.formats import (
     uniform_noise,
     unpack_e2m1,
 )
-from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, scale_from_amax, scale_inverse
+from megafp8.fp8.recipe import FLOAT32_MAX, TensorSpec, amax_of, magnitude, scale_from_amax, scale_inverse
 
 HADAMARD_DIM = 16
 # Transformer Engine's fixed signs of the random Hadamard transform (common/hadamard_transform)
@@ -67,7 +67,7 @@ def quantize_blocks(
     assert spec.block is not None and x.dim() == 2, "quantize_blocks takes [R, C] and a spec with blocks"
     amax = block_amax(x, spec.block)
     if spec.scale_format == UE4M3:
-        tensor_amax = tensor_amax_of(x) if tensor_amax is None else tensor_amax
+        tensor_amax = amax_of(x) if tensor_amax is None else tensor_amax
         if spec.four_over_six is None:
             scale, scale_inv = nvfp4_scales(amax, tensor_amax)
         else:
@@ -163,11 +163,6 @@ def tensor_factor(tensor_amax: torch.Tensor | None, spec: TensorSpec, device: to
     return tensor_amax / (E2M1.max * spec.block_scale_max)
 
 
-def tensor_amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude, fp32 [1], NaN ignored as by the device's fmaxf; 0 for an empty tensor."""
-    return _magnitude(x).amax().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
-
-
 def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Largest magnitude of each block, NaN ignored: fp32 [ceil(R / rows), ceil(C / columns)]."""
     (rows, columns), (height, width) = x.shape, block
@@ -176,7 +171,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(grid, dtype=torch.float32, device=x.device)
     # zeros at the edges leave the largest magnitude of the real elements as it is
     edge = (0, grid[1] * width - columns, 0, grid[0] * height - rows)
-    padded = torch.nn.functional.pad(_magnitude(x), edge)
+    padded = torch.nn.functional.pad(magnitude(x), edge)
     return padded.view(grid[0], height, grid[1], width).amax(dim=(1, 3))
 
 
@@ -266,8 +261,3 @@ def _nvfp4_errors(
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
-
-
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    magnitude = x.float().abs()
-    return torch.where(magnitude == magnitude, magnitude, 0.0)

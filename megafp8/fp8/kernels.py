@@ -20,22 +20,14 @@ from megafp8.core.log import event, get_logger
 from megafp8.fp8 import block_kernels
 from megafp8.fp8.blocks import HADAMARD_DIM, hadamard, tensor_factor
 from megafp8.fp8.formats import Format, cast, rounder
-from megafp8.fp8.recipe import TensorSpec, scale_from_amax, scale_inverse
+from megafp8.fp8.recipe import TensorSpec, amax_of, magnitude, scale_from_amax, scale_inverse
 
 _log = get_logger(__name__)
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude, fp32 [1]; NaN is ignored, as by the device kernels' fmaxf; 0 for an empty tensor."""
-    if x.numel() == 0:
-        return torch.zeros(1, dtype=torch.float32, device=x.device)
-    return _amax(x)
-
-
 def _amax(x: torch.Tensor) -> torch.Tensor:
-    magnitude = x.float().abs()
-    return torch.where(magnitude == magnitude, magnitude, 0.0).amax().reshape(1)
+    return magnitude(x).amax().reshape(1)
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 
 from megafp8.fp8.blocks import BlockCodes, decode_blocks, hadamard, quantize_blocks, tensor_factor
 from megafp8.fp8.formats import E2M1, Format, pack_e2m1, table, unpack_e2m1
-from megafp8.fp8.kernels import amax_of, encode, scaler
-from megafp8.fp8.recipe import TensorSpec, scale_inverse
+from megafp8.fp8.kernels import encode, scaler
+from megafp8.fp8.recipe import TensorSpec, amax_of, scale_inverse
 
 
 @dataclass(frozen=True, eq=False)

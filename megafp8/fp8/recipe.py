@@ -123,6 +123,19 @@ def format_of(fp8_format: str, role: str) -> Format:
     return E5M2 if fp8_format == "HYBRID" and role == "grad_output" else E4M3
 
 
+def magnitude(x: torch.Tensor) -> torch.Tensor:
+    """|x| in fp32, same shape; 0 for NaN, which no amax sees, as by the device kernels' fmaxf."""
+    wide = x.float().abs()
+    return torch.where(wide == wide, wide, 0.0)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, fp32 [1]; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    return magnitude(x).amax().reshape(1)
+
+
 def scale_from_amax(
     amax: torch.Tensor,
     fp8_max: float,

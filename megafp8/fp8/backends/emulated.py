@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.kernels import Kernels, amax_of, compiled_kernels, eager_kernels
+from megafp8.fp8.kernels import Kernels, compiled_kernels, eager_kernels
 from megafp8.fp8.quantized import Operand, QuantizedTensor, columns_seed, quantize, tensor_amaxes
-from megafp8.fp8.recipe import Recipe, TensorSpec, dims_refusal
+from megafp8.fp8.recipe import Recipe, TensorSpec, amax_of, dims_refusal
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megafp8.core.log import event, get_logger
-from megafp8.fp8.kernels import amax_of, encode, scaler
+from megafp8.fp8.kernels import encode, scaler
 from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize
-from megafp8.fp8.recipe import TensorSpec, scale_inverse
+from megafp8.fp8.recipe import TensorSpec, amax_of, scale_inverse
 
 _log = get_logger(__name__)
 EAGER_NUMERICS: dict[str, str | int | bool | Callable[..., Any]] = {

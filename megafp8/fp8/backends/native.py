@@ -15,9 +15,8 @@ from megafp8.fp8.backends.fused import fused_quantize
 from megafp8.fp8.backends.hardware import Hardware, hardware_of, refusal, scaling_kind
 from megafp8.fp8.backends.layouts import outer_major, spread_rows, swizzle_32_4_4, tiles_128
 from megafp8.fp8.blocks import tensor_factor
-from megafp8.fp8.kernels import amax_of
 from megafp8.fp8.quantized import Operand, QuantizedTensor, quantize, tensor_amaxes
-from megafp8.fp8.recipe import Recipe, TensorSpec, dims_refusal
+from megafp8.fp8.recipe import Recipe, TensorSpec, amax_of, dims_refusal
 
 _FP4_MULTIPLE = 32  # elements in 16 bytes, to which cuBLAS wants rows aligned; blocks are of 16
 

@@ -8,9 +8,9 @@ import torch
 
 from megafp8.fp8 import TensorSpec, quantize
 from megafp8.fp8.formats import E4M3, E5M2, cast
-from megafp8.fp8.kernels import amax_of, encode
+from megafp8.fp8.kernels import encode
 from megafp8.fp8.quantized import Operand
-from megafp8.fp8.recipe import scale_from_amax
+from megafp8.fp8.recipe import amax_of, scale_from_amax
 from tests.unit.fp8.reference import fake_quantize, scale_for
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
