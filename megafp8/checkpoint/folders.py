@@ -15,15 +15,17 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megafp8.checkpoint.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest
+from megafp8.checkpoint.manifest import MANIFEST_NAME, Manifest, UnreadableError, checksum, read_manifest
 from megafp8.core.errors import CheckpointError
-from megafp8.core.jsonio import resource_error
+from megafp8.core.jsonio import fsync_dir, resource_error
 from megafp8.core.log import event, get_logger
 
 PARTIAL = ".tmp"  # being written
 DOOMED = ".gone"  # being deleted
+DAMAGED = ".damaged-"  # set aside: for people to look at, never loaded, never deleted
 
 _STEP = re.compile(r"step_(\d{8,})(\.old-[0-9a-f]{8})?")
+_ASIDE = re.compile(rf"step_\d{{8,}}{re.escape(DAMAGED)}\d+")
 _log = get_logger(__name__)
 
 
@@ -61,6 +63,33 @@ def candidates(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-step_of(path), path.name))
 
 
+def damaged(root: Path) -> list[Path]:
+    """The folders under `root` that were set aside as damaged, by name."""
+    try:
+        return sorted(path for path in Path(root).iterdir() if _ASIDE.fullmatch(path.name))
+    except OSError:  # `candidates` has judged the folder
+        return []
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a damaged checkpoint so that it is none any more; nothing in it is touched.
+
+    Its step may then be saved anew, and retention never deletes it. Returns the new path, or None where the system
+    refuses the rename: the folder then stays, and is passed over again.
+    """
+    base = step_name(step_of(folder))
+    number = 1
+    while (target := folder.with_name(f"{base}{DAMAGED}{number}")).exists():
+        number += 1
+    try:
+        os.rename(folder, target)
+        fsync_dir(folder.parent)
+    except OSError as error:
+        event(_log, "cannot be set aside", level=logging.WARNING, path=folder, reason=error.strerror)
+        return None
+    return target
+
+
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Compare the names and sizes of the piece files with the manifest; reads none of them.
 
@@ -70,9 +99,11 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name}: is missing; use an older checkpoint") from None
         except OSError as error:
             reason = error.strerror or error
-            raise CheckpointError(f"{folder / name}: cannot be read: {reason}; use an older checkpoint") from None
+            raise UnreadableError(f"{folder / name}: cannot be read: {reason}; use an older checkpoint") from error
         if size != entry.bytes:
             raise CheckpointError(
                 f"{folder / name}: damaged: {size} bytes where {entry.bytes} were written; use an older checkpoint"
@@ -142,7 +173,7 @@ def verify(folder: Path) -> Manifest:
                 while chunk := file.read(1 << 22):
                     whole.update(chunk)
         except OSError as error:
-            raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
+            raise UnreadableError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
         if whole.hexdigest() != entry.checksum:
             raise CheckpointError(
                 f"{folder / name}: damaged: {_damaged_part(folder, manifest, name)} does not match its checksum; "

@@ -38,6 +38,10 @@ class MismatchError(CheckpointError):
     """An intact checkpoint that is not for this run or this version: an older one would be the wrong answer."""
 
 
+class UnreadableError(CheckpointError):
+    """The system refuses to read it. It may be whole, so it is passed over where it stands, and not set aside."""
+
+
 def checksum(data: Any = b"") -> Any:
     """A running checksum (`update`, `hexdigest`) of bytes, memoryview or bytearray."""
     return xxhash.xxh3_128(data)
@@ -129,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
         what = "incomplete, or no checkpoint" if path.parent.is_dir() else "no such folder"
         raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}: {what}; choose another step") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
         return _decode(data)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

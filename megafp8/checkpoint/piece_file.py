@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import torch
 
-from megafp8.checkpoint.manifest import Piece, PieceFile, checksum
+from megafp8.checkpoint.manifest import Piece, PieceFile, UnreadableError, checksum
 from megafp8.core.errors import CheckpointError
 
 DTYPE_NAMES = {
@@ -131,4 +131,4 @@ def _read(file: BinaryIO, start: int, data: memoryview, name: Path) -> None:
                 raise CheckpointError(f"{name}: damaged: ends at byte {start + done}; use an older checkpoint")
             done += count
     except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
+        raise UnreadableError(f"{name}: cannot be read: {error.strerror or error}") from error

@@ -7,7 +7,8 @@ process groups even on one process, and can only cut a tensor evenly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.planner import (
 from megafp8.checkpoint.manifest import MismatchError
 from megafp8.core.layout import AxisSizes, Layout
 
-_SHOWN = 8  # differences listed one by one
+_SHOWN = 40  # differences listed; those of tensors whose names differ in numbers only are one
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Shard:
@@ -147,8 +149,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise MismatchError(
-            f"the checkpoint does not match this run: {'; '.join(problems[:_SHOWN])}{more}; "
+            f"the checkpoint does not match this run: {'; '.join(grouped(problems))}; "
             "resume with the model and precision that it was saved with"
         )
+
+
+def grouped(problems: Sequence[str]) -> list[str]:
+    """`problems`, each a tensor's name and what it is about; the same one of many layers once, with their number."""
+    groups: dict[str, list[str]] = {}
+    for problem in problems:
+        name, space, rest = problem.partition(" ")
+        groups.setdefault(f"{_NUMBER.sub('*', name)}{space}{rest}", []).append(problem)
+    lines = [found[0] if len(found) == 1 else f"{text} ({len(found)} of them)" for text, found in groups.items()]
+    more = [f"and {len(lines) - _SHOWN} more kinds of difference"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]

@@ -15,14 +15,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megafp8.checkpoint.failures import house_error
-from megafp8.checkpoint.folders import candidates, check
-from megafp8.checkpoint.manifest import MismatchError, read_manifest
+from megafp8.checkpoint.folders import DAMAGED, candidates, check, damaged, set_aside
+from megafp8.checkpoint.manifest import MismatchError, UnreadableError, read_manifest
 from megafp8.checkpoint.planners import LoadPlanner, shards
 from megafp8.checkpoint.storage_reader import FolderReader, PieceReader
 from megafp8.checkpoint.write import Ranks
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
+
+Listing = tuple[list[Path], list[Path]]  # checkpoints newest first, and those that were set aside
 
 _log = get_logger(__name__)
 
@@ -84,7 +86,9 @@ def load_newest(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Fill `tensors` from the newest checkpoint under `root` that is intact; collective, all ranks take the same.
 
-    A broken one is named in the log and the next older one is tried.
+    A broken one is named in the log and the next older one is tried. Once one has loaded, those that are damaged are
+    set aside under another name (`step_00000100.damaged-1`), which nothing loads or deletes; one that the system
+    refuses to read stays where it is.
 
     Returns:
         Its folder and its `meta`; None if no folder bears a checkpoint's name.
@@ -93,21 +97,31 @@ def load_newest(
         CheckpointError: there are checkpoints, and none loads (never a silent start from nothing), or the newest one
             is intact and does not match the run.
     """
-    folders = _agreed(candidates(Path(root)), mesh)
+    root = Path(root)
+    folders, aside = _agreed((candidates(root), damaged(root)), mesh)
+    broken: list[Path] = []
     for folder in folders:
         try:
             meta = load(folder, tensors, layouts, mesh, strict=strict, optional=optional, converted=converted)
-            return folder, meta
         except MismatchError:
             raise
         except CheckpointError as error:
             event(_log, "checkpoint passed over", level=logging.WARNING, path=folder, reason=error)
-    if folders:
-        raise CheckpointError(f"{root}: none of {len(folders)} checkpoints is intact; restore one or remove them all")
+            broken += [] if isinstance(error, UnreadableError) else [folder]
+            continue
+        for damage in broken if mesh.rank == 0 else ():
+            event(_log, "damaged checkpoint set aside", level=logging.WARNING, path=set_aside(damage) or damage)
+        return folder, meta
+    if folders or aside:
+        found = f"none of {len(folders)} checkpoints is intact" if folders else f"all {len(aside)} were damaged"
+        raise CheckpointError(
+            f"{root}: {found}; restore one (those set aside bear {DAMAGED}N in their names), or remove them all to "
+            "begin anew"
+        )
     return None
 
 
-def _agreed(folders: list[Path], mesh: Ranks) -> list[Path]:
+def _agreed(folders: Listing, mesh: Ranks) -> Listing:
     """What rank 0 saw, on every rank: two ranks may list a shared folder at different moments."""
     agreed = [folders]
     if mesh.world > 1:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megafp8.checkpoint.folders import check_files
-from megafp8.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
+from megafp8.checkpoint.manifest import Manifest, Piece, TensorEntry, UnreadableError, read_manifest
 from megafp8.checkpoint.piece_file import DTYPES, check_header, read_piece
-from megafp8.core.errors import CheckpointError, MegaError
+from megafp8.core.errors import MegaError
 
 
 class PieceReader:
@@ -50,7 +50,7 @@ class PieceReader:
                 self._files[piece.file] = file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
             except OSError as error:
                 reason = error.strerror or error
-                raise CheckpointError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
+                raise UnreadableError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
             check_header(file, self.manifest.files[piece.file], path)
         read_piece(self._files[piece.file], piece, out, path)
         return out

@@ -53,12 +53,13 @@ def _ls(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from megafp8.checkpoint.folders import candidates, check, step_of
+    from megafp8.checkpoint.folders import candidates, check, damaged, step_of
     from megafp8.core.errors import CheckpointError
 
+    root = _root(args.path)
     table = Table("step", "tensors", "size", "files", "state", box=None, pad_edge=False)
     broken = 0
-    for folder in candidates(_root(args.path)):
+    for folder in candidates(root):
         try:
             manifest = check(folder)
         except CheckpointError as error:
@@ -67,6 +68,9 @@ def _ls(args: argparse.Namespace) -> int:
             continue
         size = f"{manifest.bytes / 1e6:.1f} MB"
         table.add_row(str(manifest.step), str(len(manifest.tensors)), size, str(len(manifest.files)), "complete")
+    for folder in damaged(root):
+        step = folder.name.removeprefix("step_").partition(".")[0]
+        table.add_row(str(int(step)), "", "", "", f"damaged, set aside as {folder.name}")
     Console().print(table)
     return CheckpointError.exit_code if broken else 0
 

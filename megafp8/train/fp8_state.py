@@ -52,6 +52,26 @@ def asked_as_stored(tensors: Mapping[str, torch.Tensor], path: Path | None) -> d
     return asked
 
 
+def mend_scales(parts: Parts, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Replace scales that cannot be (0, negative, not finite) by what the finite part of their history says, aloud.
+
+    Every rank that holds a tensor's state has loaded the same, so that all decide alike.
+    """
+    for module, state in parts.fp8_states.items():
+        for role in ROLES:
+            names = [f"{PREFIX}{module}.{role}.{field}" for field in _FIELDS]
+            if not isinstance(state.recipe, Delayed) or any(name not in loaded for name in names):
+                continue
+            history, scale = (loaded[name] for name in names)
+            sound = bool(scale.isfinite().all() and (scale > 0).all() and history.isfinite().all())
+            if not sound:
+                history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                was = float(scale)
+                scale.copy_(carried_over(history, torch.ones_like(scale), role, state.recipe, state.recipe)[1])
+                fields: dict[str, Any] = {"module": module, "role": role, "was": was, "now": float(scale)}
+                event(logger, "FP8 scale is set anew: it cannot be", level=logging.WARNING, **fields)
+
+
 def restore(parts: Parts, path: Path, meta: Mapping[str, Any], loaded: Mapping[str, torch.Tensor]) -> None:
     """Bring FP8 state into the form that this run wants; collective. `loaded`: filled tensors of `asked_as_stored`.
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint import latest, load_newest, save
+from megafp8.checkpoint import latest, load_newest, read_meta, save
+from megafp8.checkpoint.manifest import MismatchError
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
-from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, restore
+from megafp8.parallel.collectives import merge_dicts
+from megafp8.parallel.mesh import Mesh
+from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, mend_scales, restore
 from megafp8.train.setup import Parts, code_version
 
 logger = get_logger(__name__)
@@ -68,6 +71,28 @@ def _compare_moments(parts: Parts, meta: Mapping[str, Any]) -> None:
         event(logger, "optimizer moments are converted", level=logging.WARNING, **changed)
 
 
+def _with_sizes(error: MismatchError, path: Path | None, parts: Parts) -> MismatchError:
+    """`error` with the keys of [model] that differ ahead of the tensors that follow from them."""
+    if path is None:
+        return error
+    there, here = read_meta(path)["config"]["model"], to_dict(parts.config.model)
+    keys = [f"model.{key} is {here.get(key)!r} here, {there.get(key)!r} there" for key in {**there, **here}
+            if there.get(key) != here.get(key)]  # fmt: skip
+    return MismatchError(f"{path}: {'; '.join([*keys, str(error)])}")
+
+
+def refuse_nonfinite(tensors: Mapping[str, torch.Tensor], mesh: Mesh, path: Path) -> None:
+    """Raise CheckpointError, on every rank alike, if a loaded tensor is not finite somewhere; collective."""
+    mine = {n: True for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())}
+    names = sorted(merge_dicts(mine, mesh.group_of(("pp", "dp", "cp", "tp"))))
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(
+            f"{path}: holds values that are not finite in {', '.join(names[:3])}{more}; it was saved from a run that "
+            "had broken, remove it and go on from an older one"
+        )
+
+
 def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
     """Fill this run from its newest intact checkpoint, of any mesh; collective.
 
@@ -82,10 +107,15 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
     root = parts.config.dir / "checkpoints"
     asked = asked_as_stored(tensors, latest(root))
     layouts |= {name: Layout(tuple(t.shape)) for name, t in asked.items() if t is not tensors[name]}
-    found = load_newest(root, asked, layouts, parts.mesh, optional=PREFIX, converted=_MOMENTS)
+    try:
+        found = load_newest(root, asked, layouts, parts.mesh, optional=PREFIX, converted=_MOMENTS)
+    except MismatchError as error:
+        raise _with_sizes(error, latest(root), parts) from error
     if found is None:
         return None
     path, meta = found
+    mend_scales(parts, asked)
+    refuse_nonfinite(asked, parts.mesh, path)
     restore(parts, path, meta, asked)
     _compare_moments(parts, meta)
     if meta["tokenizer"]["fingerprint"] != parts.corpus["fingerprint"]:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megafp8 import checkpoint
 from megafp8.checkpoint import storage_writer
 from megafp8.checkpoint.folders import candidates, step_of
 from megafp8.checkpoint.manifest import MismatchError
+from megafp8.checkpoint.planners import grouped
 from megafp8.core.errors import CheckpointError, ResourceError
 from megafp8.parallel.mesh import Mesh
 
@@ -207,3 +209,75 @@ def test_steps_order_by_number_and_foreign_names_do_not_count(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000013").write_text("a file")
     assert [step_of(path) for path in candidates(tmp_path)] == [123456789, 99, 10, 9]
+
+
+def damage(path):
+    data = bytearray((path / "piece_00000_00.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "piece_00000_00.safetensors").write_bytes(data)
+
+
+def test_damaged_checkpoints_are_set_aside_whole_and_never_taken_for_nothing(tmp_path, caplog):
+    first, *later = [save(tmp_path, step, state(step)) for step in (1, 2, 3)]
+    target = zeros(state())
+    for round_ in (1, 2):
+        for path in later:
+            damage(path)
+        kept = {path.name: sorted(f.name for f in path.iterdir()) for path in later}
+        assert checkpoint.load_newest(tmp_path, target, {}, MESH) == (first, {"step": 1})
+        for path in later:
+            aside = path.with_name(f"{path.name}.damaged-{round_}")
+            assert not path.exists() and sorted(f.name for f in aside.iterdir()) == kept[path.name]
+        for step in (2, 3):  # the run comes by there again
+            save(tmp_path, step, state(step))
+        checkpoint.prune(tmp_path, checkpoint.CheckpointConfig(keep_last=9))
+    damage(tmp_path / first.name)
+    for path in later:
+        damage(path)
+    before = sorted(os.listdir(tmp_path))
+    for _ in range(2):  # none is left: all stay where they are, and no start from nothing, the second time neither
+        with pytest.raises(CheckpointError, match="none of 3 checkpoints is intact"):
+            checkpoint.load_newest(tmp_path, target, {}, MESH)
+    assert sorted(os.listdir(tmp_path)) == before
+    for path in (first, *later):
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="all 4 were damaged"):
+        checkpoint.load_newest(tmp_path, target, {}, MESH)
+
+
+def test_what_cannot_be_read_is_passed_over_and_left_alone(tmp_path, monkeypatch):
+    """A disk that fails, a permission that is missing: the checkpoint may be whole."""
+    first, second = (save(tmp_path, step, state(step)) for step in (1, 2))
+    real = Path.read_bytes
+
+    def read_bytes(self):
+        if second in self.parents:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    target = zeros(state())
+    assert checkpoint.load_newest(tmp_path, target, {}, MESH) == (first, {"step": 1})
+    monkeypatch.undo()
+    assert checkpoint.load_newest(tmp_path, target, {}, MESH) == (second, {"step": 2})
+
+
+def test_a_rename_that_is_refused_costs_nothing(tmp_path, monkeypatch):
+    first, second = (save(tmp_path, step, state(step)) for step in (1, 2))
+    damage(second)
+
+    def rename(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert checkpoint.load_newest(tmp_path, zeros(state()), {}, MESH) == (first, {"step": 1})
+    assert second.is_dir()
+
+
+def test_differences_of_many_layers_are_one_line_with_their_number():
+    problems = [f"layers.{i}.mlp.up.weight has shape (4,) here, (2,) there" for i in range(50)]
+    found = grouped([*problems, "output.weight is not in the checkpoint"])
+    assert found == [
+        "layers.*.mlp.up.weight has shape (4,) here, (2,) there (50 of them)",
+        "output.weight is not in the checkpoint",
+    ]

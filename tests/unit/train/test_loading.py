@@ -1,0 +1,67 @@
+"""What a run loads and what it refuses: sizes that differ, values that are not finite, scales that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.core.errors import CheckpointError
+from megafp8.train.setup import Parts, assemble, make_mesh
+from megafp8.train.state import load_newest_run, save_run
+from megafp8.train.step import train_step
+from tests.distributed.small_run import MODEL, Tokens, run_config
+
+
+def parts_of(folder: Path, **sections: Any) -> Parts:
+    """A run of one process in `folder`, in fp32."""
+    defaults: dict[str, Any] = {"run": {"dir": str(folder)}, "precision": {"dtype": "fp32"}}
+    config = run_config(**{**defaults, **sections})
+    mesh = make_mesh(config, 1)
+    feed = Tokens(config, mesh)
+    return assemble(config, mesh, torch.device("cpu"), feed, corpus={"fingerprint": "made"})
+
+
+DELAYED = {"precision": {"dtype": "fp32", "recipe": "delayed", "warmup_steps": 0}}
+
+
+def test_another_architecture_is_refused_with_all_that_differs(tmp_path):
+    save_run(parts_of(tmp_path), 1, {})
+    other = parts_of(tmp_path, model={**MODEL, "hidden_size": 64, "ffn_hidden_size": 80, "num_layers": 3})
+    with pytest.raises(CheckpointError) as caught:
+        load_newest_run(other)
+    said = str(caught.value)
+    assert "\n" not in said and "step_00000001" in said
+    for key, here, there in (("hidden_size", 64, 32), ("ffn_hidden_size", 80, 48), ("num_layers", 3, 2)):
+        assert f"model.{key} is {here} here, {there} there" in said
+    assert "final_norm.weight has shape (64,) here, (32,) there" in said
+    assert "optimizer.exp_avg_sq.layers.2." in said and "is not in the checkpoint" in said
+
+
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path):
+    parts = parts_of(tmp_path)
+    name = "optimizer.exp_avg.final_norm.weight"
+    parts.optimizer.tensors()[name].fill_(float("nan"))
+    save_run(parts, 1, {})
+    with pytest.raises(CheckpointError, match=f"not finite in {name}; .*go on from an older one"):
+        load_newest_run(parts_of(tmp_path))
+
+
+@pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan"), -2.0])
+def test_scales_that_cannot_be_are_made_from_their_history(tmp_path, bad):
+    parts = parts_of(tmp_path, **DELAYED)
+    for step in (1, 2):
+        train_step(parts, step, 1e-2)
+    module, state = next(iter(parts.fp8_states.items()))
+    good = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    state.tensors()["input.scale"].fill_(bad)
+    state.tensors()["weight.amax_history"][-1] = bad if bad != 0 and bad != -2.0 else float("nan")
+    save_run(parts, 2, {})
+    fresh = parts_of(tmp_path, **DELAYED)
+    load_newest_run(fresh)
+    mended = fresh.fp8_states[module].tensors()
+    assert torch.equal(mended["input.scale"], good["input.scale"])
+    assert mended["weight.amax_history"].isfinite().all() and mended["weight.scale"] > 0
+    assert train_step(fresh, 3, 1e-2).finite
