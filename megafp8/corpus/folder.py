@@ -25,6 +25,7 @@ from megafp8.corpus.readers import InputFile
 MANIFEST, TOKENIZER_INFO, STAGES = "manifest.json", "tokenizer_info.json", "stages"
 OWNER = f"{STAGES}/megafp8.json"  # says that the stages beside it are ours
 TOKENIZER, QUARANTINE, DROPPED = "tokenizer.model", "quarantine.jsonl", "dropped.jsonl.zst"
+FIGURES, REPORT = "figures.json", "report.html"
 SPLITS = ("train", "valid")
 
 
@@ -129,7 +130,7 @@ def remove_stages(folder: Path) -> None:
 
 def clear_partial(folder: Path) -> None:
     """Remove hidden files that a killed run left: half-written records, and links without their names."""
-    written = (MANIFEST, TOKENIZER, TOKENIZER_INFO, QUARANTINE, DROPPED)
+    written = (MANIFEST, TOKENIZER, TOKENIZER_INFO, QUARANTINE, DROPPED, FIGURES, REPORT)
     names = (*written, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "json")))
     for path in folder.glob(".*.tmp"):
         if path.name.startswith(tuple(f".{name}." for name in names)):

@@ -46,8 +46,8 @@ def segments(tables: Sequence[Mapping[str, Any]]) -> list[Segment]:
 
 def deduplicate(
     run: StageRun, segment: Segment, views: Sequence[View], config: CorpusConfig
-) -> tuple[list[View], Done]:
-    """The views behind a segment, and the tasks of `map` with their records."""
+) -> tuple[list[View], Done, dict[str, Any]]:
+    """The views behind a segment, the tasks of `map` with their records, and {step: clusters of duplicates}."""
     assert segment.global_step is not None
     step, memory = step_values(segment.global_step), config.executor.memory_bytes
     kind = segment.global_step["kind"]
@@ -56,11 +56,14 @@ def deduplicate(
     records = [task.output(record, signatures_stage.RECORDS) for task, record in signed]
     names = [task.output(record, signatures_stage.NAMES) for task, record in signed]
     edges = _edges(run, kind, records, memory)
-    values, hints = {"num_edges": len(edges)}, {"memory_bytes": memory}
+    made = make_step(segment.global_step)
+    values, hints = {"num_edges": len(edges), "unit": made.unit}, {"memory_bytes": memory}
     ((task, record),) = _run(
         run, f"{kind}: links", [Task("links", kind, values, (*edges, *names), hints, _size(edges))]
     )
-    return _map(run, segment, step, views, task, record, config)
+    views, mapped = _map(run, segment, step, views, task, record, config)
+    clusters = record["counts"]["clusters"]
+    return views, mapped, {made.name: clusters} if clusters else {}
 
 
 def _edges(run: StageRun, kind: str, records: Sequence[Input], memory: int) -> list[Input]:

@@ -14,6 +14,7 @@ from typing import Any
 from megafp8.core.config import to_dict
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.documents import Bad, Document, Dropped
+from megafp8.corpus.figures import BAD, Account
 from megafp8.corpus.parts import LinesWriter
 from megafp8.corpus.step_registry import make_step
 from megafp8.corpus.tasks import Work
@@ -51,6 +52,7 @@ class Mapper:
         changed: {step: documents whose text it changed}.
         counted: {step: {name: number}}, sums of what steps count ("count:" keys of the metadata).
         failed: documents on which a step raised an error; they are bad records.
+        account: the same by language and source, with lengths and samples.
     """
 
     def __init__(self, steps: Sequence[Any], work: Work) -> None:
@@ -61,6 +63,7 @@ class Mapper:
         self.counted: dict[str, Counter[str]] = {}
         self.failed: list[Bad] = []
         self.num_dropped = 0
+        self.account = Account()
 
     def apply(self, document: Document, *, file: str, line: int) -> Document | None:
         """The document as the steps leave it, or None if it was dropped or a step failed; the account has it."""
@@ -70,6 +73,7 @@ class Mapper:
             except Exception as error:
                 reason = f"step {step.name} failed: {type(error).__name__}: {error}"
                 self.failed.append(Bad(file, line, reason, document.text[:120]))
+                self.account.add_lost(document, BAD)
                 return None
             if isinstance(result, Dropped):
                 self.drop(step.name, document, result)
@@ -89,6 +93,7 @@ class Mapper:
         reasons = self.dropped.setdefault(step, Counter())
         reasons[why.reason] += 1
         self.num_dropped += 1
+        self.account.add_dropped(document, step, why)
         entry = {"id": document.id, "lang": document.language, "step": step, **dataclasses.asdict(why)}
         if reasons[why.reason] <= _SAMPLES:
             entry["text"] = document.text[:_SAMPLE_CHARACTERS]
@@ -117,4 +122,5 @@ class Mapper:
             "dropped": {step: dict(reasons) for step, reasons in self.dropped.items()},
             "changed": {step: count for step, count in self.changed.items() if count},
             "counted": {step: dict(sums) for step, sums in self.counted.items()},
+            "account": self.account.to_json(),
         }

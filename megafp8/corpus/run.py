@@ -22,6 +22,7 @@ from megafp8.core.jsonio import resource_error, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.figures import Figures
 from megafp8.corpus.global_steps import deduplicate, segments
 from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
 from megafp8.corpus.mapping import DROPPED
@@ -112,6 +113,7 @@ class _Run:
     source: Source
     folder: Path
     totals: Totals = field(default_factory=Totals)
+    figures: Figures = field(default_factory=Figures)
     quarantine: list[Path] = field(default_factory=list)
     dropped: list[Path] = field(default_factory=list)
     checksums: dict[str, Any] = field(default_factory=dict)
@@ -188,14 +190,17 @@ class _Run:
         for task, record in zip(tasks, records):
             if record:
                 self.totals.add_read(record["counts"])
+                self.figures.add(record["counts"]["account"])
                 self._collect(task, record)
         self._judge_read()
         views = self.planner.views(tasks, records)
         for segment in segments(self.config.steps)[1:]:
             self.stages.stop_if_failed()
-            views, mapped = deduplicate(self.stages, segment, views, self.config)
+            views, mapped, clusters = deduplicate(self.stages, segment, views, self.config)
+            self.figures.clusters |= clusters
             for task, record in mapped:
                 self.totals.add_mapped(record["counts"])
+                self.figures.add(record["counts"]["account"])
                 self._collect(task, record)
         self._judge_read()
         return views
@@ -264,6 +269,7 @@ class _Run:
         for record in records:
             for name, part in record["counts"]["splits"].items():
                 self.totals.splits[name].add(part)
+                self.figures.add(part["figures"])
         assert self.totals.num_documents == self.totals.num_kept, "a document was lost or written twice"
         self.totals.judge_splits(self.config)
         return list(zip(tasks, records))
@@ -297,6 +303,7 @@ class _Run:
             places.join_files(self.dropped, self.folder / places.DROPPED)
         else:
             (self.folder / places.DROPPED).unlink(missing_ok=True)
+        write_json(self.folder / places.FIGURES, self.figures.to_json())
         manifest = self._manifest(tokenizer)
         write_json(self.folder / places.MANIFEST, manifest)
         if self.config.output.keep_stages:
@@ -307,7 +314,7 @@ class _Run:
 
     def _manifest(self, tokenizer: Tokenizer) -> dict[str, Any]:
         names = [f"{split}.{suffix}" for split in places.SPLITS for suffix in ("bin", "idx", "json")]
-        names += [places.QUARANTINE] + ([] if self.config.tokenizer.path else [places.TOKENIZER])
+        names += [places.FIGURES, places.QUARANTINE] + ([] if self.config.tokenizer.path else [places.TOKENIZER])
         names += [places.DROPPED] if self.config.steps else []
         config = to_dict(self.config)
         for key in ("workers", "keep_stages"):  # no byte depends on it

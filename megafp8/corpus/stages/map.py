@@ -17,7 +17,7 @@ from megafp8.corpus.parts import PartWriter, read_view
 from megafp8.corpus.stages.read import BAD
 from megafp8.corpus.tasks import Work
 
-VERSION = 1
+VERSION = 2
 
 
 def run(work: Work) -> dict[str, Any]:

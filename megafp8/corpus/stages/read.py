@@ -12,12 +12,13 @@ from typing import Any
 from megafp8.core.config import build
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Skipped, is_wanted, parse
+from megafp8.corpus.figures import EMPTY, OTHER_LANGUAGE
 from megafp8.corpus.mapping import Mapper, steps_of
 from megafp8.corpus.parts import PartWriter
 from megafp8.corpus.shards import read_shard
 from megafp8.corpus.tasks import Work
 
-VERSION = 1
+VERSION = 2
 BAD = "bad.jsonl"
 _EVERY = 256  # records between reports
 
@@ -39,11 +40,16 @@ def run(work: Work) -> dict[str, Any]:
             bad.append(document)
             continue
         if isinstance(document, Skipped):
+            mapper.account.add_raw(document.document)
             mapper.drop("read", document.document, document.why)
-        elif document.is_empty:
+            continue
+        mapper.account.add_raw(document)
+        if document.is_empty:
             empty += 1
+            mapper.account.add_lost(document, EMPTY)
         elif not is_wanted(document, config):
             other += 1
+            mapper.account.add_lost(document, OTHER_LANGUAGE)
         elif (kept := mapper.apply(document, file=record.file, line=record.line)) is not None:
             parts.add(kept, record.held_out)
     parts.close()

@@ -15,6 +15,7 @@ from megafp8.core.errors import DataError
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
 from megafp8.corpus.documents import Document, split_of
+from megafp8.corpus.figures import Figures, kept_lengths, name_in, text_size
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
 from megafp8.data.indexed_writer import as_ids
@@ -22,10 +23,8 @@ from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.data.tokenizer_engine import EngineMismatchError, FastTokenizer, encode_documents, fast
 
 _log = get_logger(__name__)
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "valid")
-OTHER = "(other)"
-_MAX_NAMES = 1000  # different sources kept apart; a corpus may name a URL for each document
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 
@@ -92,6 +91,7 @@ class _SplitWriter:
         self.documents = self.text_bytes = self.tokens = 0
         self._languages: Counter[str] = Counter()
         self._sources: Counter[str] = Counter()
+        self.figures = Figures()
 
     def add(self, documents: list[Document], tokenizer: Tokenizer) -> None:
         found, lengths = encode_documents(tokenizer, [document.text for document in documents])
@@ -100,7 +100,8 @@ class _SplitWriter:
         self._lengths.write(as_ids(lengths, np.dtype("<i4")).tobytes())
         self.documents += len(documents)
         self.tokens += len(ids)
-        self.text_bytes += sum(len(document.text.encode("utf-8")) for document in documents)
+        self.text_bytes += sum(text_size(document.text) for document in documents)
+        self.figures.add(kept_lengths(documents, np.asarray(lengths)))
         for counter, names in (
             (self._languages, [document.language for document in documents]),
             (self._sources, [document.source for document in documents]),
@@ -114,10 +115,11 @@ class _SplitWriter:
             "text_bytes": self.text_bytes,
             "languages": dict(self._languages),
             "sources": dict(self._sources),
+            "figures": self.figures.to_json(),
         }
 
 
 def add_names(counter: Counter[str], more: Counter[str] | dict[str, int]) -> None:
     """Add counts by name; what comes after the first 1,000 names is counted together."""
     for name, count in sorted(more.items()):
-        counter[name if name in counter or len(counter) < _MAX_NAMES else OTHER] += count
+        counter[name_in(counter, name)] += count

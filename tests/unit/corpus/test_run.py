@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 FILES = {
-    "manifest.json", "quarantine.jsonl", "tokenizer.model", "tokenizer_info.json",
+    "figures.json", "manifest.json", "quarantine.jsonl", "tokenizer.model", "tokenizer_info.json",
     "train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "stages",
 }  # fmt: skip
 
