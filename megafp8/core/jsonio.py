@@ -13,6 +13,7 @@ from typing import Any
 
 from megafp8.core.errors import DataError, MegaError, ResourceError
 
+_SEAL = "checksum"  # the key of a JSON file's checksum over the rest of it
 _RESOURCE_ERRNOS = {
     errno.ENOSPC: "no space left on the device; free some or choose another folder",
     errno.EDQUOT: "disk quota exceeded; free some or choose another folder",
@@ -78,6 +79,18 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: no such file") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not valid JSON ({error}); it may be cut short, make it again") from error
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with a checksum of all of it, for `write_json`; any change of a value or a name breaks it."""
+    rest = {key: part for key, part in value.items() if key != _SEAL}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return {**rest, _SEAL: f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
+
+
+def seal_holds(value: dict[str, Any]) -> bool:
+    """Whether what `sealed` made is as it was made."""
+    return bool(value.get(_SEAL) == sealed(value)[_SEAL])
 
 
 def sha256_file(path: Path) -> str:

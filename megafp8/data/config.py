@@ -29,6 +29,9 @@ class DataConfig:
     document_mask: Annotated[
         bool, Field(description="attention stays inside a document, positions restart at each")
     ] = False
+    allow_changed_corpus: Annotated[
+        bool, Field(description="go on though the training files are others than the checkpoint was trained on")
+    ] = False
     mask_eod_loss: Annotated[
         bool, Field(description="no loss on targets that lie in the next document (input is the end-of-document id)")
     ] = False

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megafp8.core.errors import DataError
-from megafp8.core.jsonio import read_json
+from megafp8.core.jsonio import read_json, seal_holds
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -37,6 +37,7 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+SIDE_VERSION = 2  # 1 had neither checksums of blocks nor one of the side file itself
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # lengths are i32 on disk
 
 
@@ -131,8 +132,8 @@ class IndexedDataset:
         path = side_file(self.path_prefix)
         if not path.is_file():
             return {}
-        side = read_json(path)
-        found = side.get("num_tokens") if isinstance(side, dict) else None
+        side = _checked_side(read_json(path), path)
+        found = side.get("num_tokens")
         if found != self.num_tokens:
             raise DataError(
                 f"{path}: says {found} tokens, {self.bin_path.name} has {self.num_tokens}; "
@@ -177,6 +178,22 @@ class IndexedDataset:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+
+
+def _checked_side(side: Any, path: Path) -> dict[str, Any]:
+    """A side file's value, whole and of known form."""
+    if not isinstance(side, dict):
+        raise DataError(f"{path}: is no JSON object; write the dataset again")
+    version = side.get("format_version", 1)
+    if version not in (1, SIDE_VERSION):
+        raise DataError(f"{path}: side file of version {version!r}; this reader knows {SIDE_VERSION}, update megafp8")
+    if (version >= 2 or "checksum" in side) and not seal_holds(side):
+        raise DataError(f"{path}: damaged: it does not match its checksum; restore it or write the dataset again")
+    for key in ("checksums", "blocks", "tokenizer"):
+        section = side.get(key) or {}
+        if not isinstance(section, dict) or not all(isinstance(part, (str, int)) for part in section.values()):
+            raise DataError(f"{path}: {key} is no table of texts and numbers; write the dataset again")
+    return side
 
 
 def _read_header(path: Path, idx_bytes: int, multimodal: bool) -> tuple[np.dtype, int, int]:

@@ -19,18 +19,19 @@ import numpy as np
 import xxhash
 
 from megafp8.core.errors import DataError
-from megafp8.core.jsonio import fsync_dir, resource_error, write_json
+from megafp8.core.jsonio import fsync_dir, resource_error, sealed, write_json
 from megafp8.data.indexed import (
     CODES,
     HEADER,
     MAGIC,
     MAX_SEQUENCE_TOKENS,
+    SIDE_VERSION,
     VERSION,
     remove_dataset,
     side_file,
 )
+from megafp8.data.integrity import block_checksums
 
-SIDE_VERSION = 1
 _CHUNK = 1 << 20  # values handled at once: 8 MB of int64
 _PARTS = ("bin", "lengths", "documents")
 
@@ -175,16 +176,18 @@ class IndexedDatasetWriter:
         try:
             self._join_index()
             checksums = {suffix: checksum_file(self._partial(suffix)) for suffix in ("bin", "idx")}
+            blocks = {suffix: block_checksums(self._partial(suffix)) for suffix in ("bin", "idx")}
             remove_dataset(self.path_prefix)
             os.replace(self._partial("bin"), f"{self.path_prefix}.bin")
-            write_json(side_file(self.path_prefix), self.metadata | self._facts(checksums))
+            side = self.metadata | self._facts() | {"checksums": checksums, "blocks": blocks}
+            write_json(side_file(self.path_prefix), sealed(side))
             os.replace(self._partial("idx"), f"{self.path_prefix}.idx")
             fsync_dir(self.path_prefix.parent)
         except OSError as error:
             raise resource_error(error, self.path_prefix) from error
         remove_partial(self.path_prefix)
 
-    def _facts(self, checksums: dict[str, str]) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         return {
             "format": "megatron-indexed",
             "format_version": SIDE_VERSION,
@@ -192,7 +195,6 @@ class IndexedDatasetWriter:
             "num_documents": self.num_documents,
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,
-            "checksums": checksums,
         }
 
     def _join_index(self) -> None:

@@ -20,13 +20,15 @@ _FREE = (
     "run.name", "run.dir", "train.steps", "train.micro_batch", "train.eval_interval", "train.eval_samples",
     "train.recompute", "train.recompute_layers", "train.recompute_modules",
     "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
-    "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "optimizer.kernel",
-    "precision.fp8_param_gather",
+    "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "data.allow_changed_corpus",
+    "optimizer.kernel", "precision.fp8_param_gather",
 )  # fmt: skip
 
 # and with checkpoint.change_precision; its dtype is that of the weights
 _FREE_PRECISION = tuple(f"precision.{field.name}" for field in fields(PrecisionConfig) if field.name != "dtype")
 _FREE_PRECISION += ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype")
+
+_FREE_CORPUS = ("data.train",)  # with data.allow_changed_corpus
 
 
 def prepare(config: RunConfig) -> None:
@@ -52,10 +54,13 @@ def refuse_other(config: RunConfig) -> None:
     path = config.dir / "config.toml"
     changed = changes(_with_defaults(load_toml(path)), to_dict(config)) if path.exists() else {}
     way_out = "choose another run.dir or delete it"
+    meant = _FREE_PRECISION if config.checkpoint.change_precision else ()
+    meant += _FREE_CORPUS if config.data.allow_changed_corpus else ()
+    changed = {key: values for key, values in changed.items() if not key.startswith(meant)}
     if changed and all(key.startswith(_FREE_PRECISION) for key in changed):
-        if config.checkpoint.change_precision:
-            return
         way_out = "choose another run.dir, or go on in the new precision: checkpoint.change_precision = true"
+    elif changed and all(key.startswith(_FREE_CORPUS) for key in changed):
+        way_out = "choose another run.dir, or go on with these files: data.allow_changed_corpus = true"
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""

@@ -21,6 +21,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.core.rng import seed_for
 from megafp8.data.blend import Blend
 from megafp8.data.indexed import IndexedDataset
+from megafp8.data.integrity import check_blocks, fingerprint
 from megafp8.data.loader import Batch, Loader
 from megafp8.data.sources import check_tokenizer, open_blend
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
@@ -235,8 +236,9 @@ def check_corpus(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Hold every dataset against the tokenizer and the tokenizer against the model; cheap, nothing is read whole.
 
     Returns:
-        the tokenizer's kind, fingerprint, vocab_size and eod_id, with train_tokens and unigram_entropy_nats (the
-        entropy of the training tokens' frequencies in nats a token, None if the side file does not say).
+        the tokenizer's kind, fingerprint, vocab_size and eod_id, with train_tokens, unigram_entropy_nats (the entropy
+        of the training tokens' frequencies in nats a token, None if the side file does not say), and datasets: path,
+        tokens and fingerprint of each training set.
 
     Raises:
         DataError: a set is missing, damaged or of another tokenizer.
@@ -248,10 +250,12 @@ def check_corpus(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             f"{config.data.tokenizer}; raise it to {-(-tokenizer.vocab_size // 128) * 128} (a multiple of 128)"
         )
     for source in config.data.valid:
-        check_tokenizer(IndexedDataset(source.path), tokenizer)
+        check_tokenizer(valid := IndexedDataset(source.path), tokenizer)
+        check_blocks(valid)
     train = [IndexedDataset(source.path) for source in config.data.train]
     for dataset in train:
         check_tokenizer(dataset, tokenizer)
+        check_blocks(dataset)
     return {
         "kind": tokenizer.kind,
         "fingerprint": tokenizer.fingerprint,
@@ -259,6 +263,10 @@ def check_corpus(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "eod_id": tokenizer.eod_id,
         "path": config.data.tokenizer,
         "train_tokens": sum(dataset.num_tokens for dataset in train),
+        "datasets": [
+            {"path": source.path, "tokens": dataset.num_tokens, "fingerprint": fingerprint(dataset)}
+            for source, dataset in zip(config.data.train, train, strict=True)
+        ],
         "unigram_entropy_nats": train[0].side.get("unigram_entropy_nats"),
     }
 

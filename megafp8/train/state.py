@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from megafp8.checkpoint import latest, load_newest, read_meta, save
 from megafp8.checkpoint.manifest import MismatchError
 from megafp8.core.config import to_dict
-from megafp8.core.errors import CheckpointError
+from megafp8.core.errors import CheckpointError, DataError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
 from megafp8.parallel.collectives import merge_dicts
@@ -50,7 +51,8 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
         "consumed_samples": parts.loader.consumed_samples,
         "optimizer_steps": parts.optimizer.step_count,
         "config": to_dict(parts.config),
-        "tokenizer": parts.corpus,
+        "tokenizer": {key: value for key, value in parts.corpus.items() if key != "datasets"},
+        "datasets": parts.corpus.get("datasets", []),
         "code_version": code_version(),
         WARMUP: parts.warmup_until,
         **progress,
@@ -93,6 +95,27 @@ def refuse_nonfinite(tensors: Mapping[str, torch.Tensor], mesh: Mesh, path: Path
         )
 
 
+def _compare_corpus(parts: Parts, meta: Mapping[str, Any], path: Path) -> None:
+    """Raise DataError if the training files are not those of the checkpoint, unless that is meant; then say it."""
+    before, now = meta.get("datasets") or [], parts.corpus.get("datasets") or []
+    shown = [f"{_short(a)} was {_short(b)}" for a, b in zip_longest(now, before)
+             if (a or {}).get("fingerprint") != (b or {}).get("fingerprint")]  # fmt: skip
+    if not before or not shown:
+        return
+    if not parts.config.data.allow_changed_corpus:
+        raise DataError(
+            f"the training files are not those that {path} was trained on: {'; '.join(shown)}; put the old ones back, "
+            "or go on with these, whose samples have other numbers: data.allow_changed_corpus = true"
+        )
+    event(logger, "the corpus is not the checkpoint's", level=logging.WARNING, changed="; ".join(shown))
+
+
+def _short(dataset: Mapping[str, Any] | None) -> str:
+    if dataset is None:
+        return "nothing"
+    return f"{dataset['path']} ({dataset['tokens']:,} tokens, {str(dataset['fingerprint']).rpartition(':')[2][:12]})"
+
+
 def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
     """Fill this run from its newest intact checkpoint, of any mesh; collective.
 
@@ -123,6 +146,7 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
             f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "
             f"{parts.corpus['fingerprint'][:12]}; use the corpus of that tokenizer or another run.dir"
         )
+    _compare_corpus(parts, meta, path)
     parts.optimizer.step_count = meta["optimizer_steps"]
     parts.optimizer.load_done()
     parts.loader.consumed_samples = meta["consumed_samples"]

@@ -43,6 +43,18 @@ def test_length_logging_and_ranks_may_change(tmp_path):
     }
 
 
+def test_other_training_files_are_refused_unless_they_are_meant(tmp_path):
+    folder.prepare(_config(tmp_path))
+    other = ["--data.train", '[{path = "elsewhere"}]']
+    with pytest.raises(ConfigError, match=r"data\.train was .*elsewhere.*; .*data\.allow_changed_corpus = true"):
+        folder.prepare(_config(tmp_path, *other))
+    meant = [*other, "--data.allow_changed_corpus", "true"]
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        folder.prepare(_config(tmp_path, *meant, "--optimizer.lr", "0.5"))
+    folder.prepare(_config(tmp_path, *meant))
+    folder.prepare(_config(tmp_path, *other))
+
+
 def test_another_precision_is_refused_unless_it_is_meant(tmp_path):
     folder.prepare(_config(tmp_path))
     other = ["--precision.recipe", "delayed", "--precision.warmup_steps", "3"]

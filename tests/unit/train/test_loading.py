@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.core.errors import CheckpointError
+from megafp8.core.errors import CheckpointError, DataError
 from megafp8.train.setup import Parts, assemble, make_mesh
 from megafp8.train.state import load_newest_run, save_run
 from megafp8.train.step import train_step
@@ -65,3 +65,31 @@ def test_scales_that_cannot_be_are_made_from_their_history(tmp_path, bad):
     assert torch.equal(mended["input.scale"], good["input.scale"])
     assert mended["weight.amax_history"].isfinite().all() and mended["weight.scale"] > 0
     assert train_step(fresh, 3, 1e-2).finite
+
+
+def corpus_of(*fingerprints: str) -> dict[str, Any]:
+    sets = [{"path": f"data/{i}", "tokens": 9, "fingerprint": one} for i, one in enumerate(fingerprints)]
+    return {"fingerprint": "made", "datasets": sets}
+
+
+def test_a_changed_corpus_is_refused_unless_it_is_meant(tmp_path, caplog):
+    parts = parts_of(tmp_path)
+    parts.corpus = corpus_of("u2:x:aa", "u2:x:bb")
+    save_run(parts, 1, {})
+    same = parts_of(tmp_path)
+    same.corpus = corpus_of("u2:x:aa", "u2:x:bb")
+    same.corpus["datasets"][0]["path"] = "moved"
+    load_newest_run(same)
+    for changed in (("u2:x:aa", "u2:x:cc"), ("u2:x:bb", "u2:x:aa"), ("u2:x:aa",), ("u2:x:aa", "u2:x:bb", "u2:x:dd")):
+        other = parts_of(tmp_path)
+        other.corpus = corpus_of(*changed)
+        with pytest.raises(DataError, match=r"not those that .*step_00000001 .*data\.allow_changed_corpus = true"):
+            load_newest_run(other)
+    data = {"tokenizer": "bytes", "train": [{"path": "unused"}], "sequence_length": 16, "allow_changed_corpus": True}
+    meant = parts_of(tmp_path, data=data)
+    meant.corpus = corpus_of("u2:x:aa", "u2:x:cc")
+    load_newest_run(meant)
+    save_run(meant, 2, {})
+    later = parts_of(tmp_path)  # it is the run's corpus now
+    later.corpus = corpus_of("u2:x:aa", "u2:x:cc")
+    load_newest_run(later)
