@@ -47,6 +47,10 @@ class SourceConfig:
         int, Field(ge=0, description="python_stdlib: take whole source files, in a fixed order, up to so many bytes")
     ] = 0
     max_record_bytes: Annotated[int, Field(gt=0, description="longer lines or text files are refused as bad")] = 1 << 26
+    on_error: Annotated[
+        Literal["quarantine", "stop"],
+        Field(description="a bad record is listed and counted, and the run goes on; or the first one stops the run"),
+    ] = "quarantine"
     max_bad_share: Annotated[
         float, Field(ge=0, le=1, description="the run fails when more than this share of records is bad")
     ] = 0.01
@@ -105,6 +109,9 @@ class OutputConfig:
         bool, Field(description="deal the documents of each split in a random order; off: the order of the input")
     ] = False
     shuffle_seed: Annotated[int, Field(ge=0, lt=1 << 64, description="chooses the order")] = 1234
+    replace: Annotated[
+        bool, Field(description="let go of a finished corpus in the folder that was made from other files")
+    ] = False
     keep_stages: Annotated[
         bool, Field(description="keep what lies between stages, so that added files cost only themselves")
     ] = True

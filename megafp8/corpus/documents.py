@@ -135,25 +135,48 @@ def _document(value: Any, record: Record, config: SourceConfig) -> Document:
     if not isinstance(value, dict):
         raise _Refused(f"a JSON {type(value).__name__}, not an object")
     if config.text_key not in value:
-        keys = ", ".join(list(value)[:_SHOWN_KEYS]) or "nothing"
+        keys = printable(", ".join(list(value)[:_SHOWN_KEYS])) or "nothing"
         raise _Refused(f"no key {config.text_key!r} (it has: {keys}); see source.text_key")
     text = value[config.text_key]
     if not isinstance(text, str):
         raise _Refused(f"{config.text_key!r} is {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _Refused(f"half of a surrogate pair at character {error.start}; no text holds one") from None
     number = value.get(config.id_key)
     name = str(number) if isinstance(number, (str, int)) else f"{record.file}:{record.line}"
     language, source = value.get(config.language_key), value.get(config.source_key)
-    return Document(
+    document = Document(
         name,
         text,
         language if isinstance(language, str) else config.language,
         source if isinstance(source, str) else record.file,
         {key: value[key] for key in config.metadata_keys if key in value},
     )
+    if reason := unwritable(document):
+        raise _Refused(reason)
+    return document
+
+
+def unwritable(document: Document) -> str:
+    """Why a document cannot be written as a line of JSON in UTF-8, or "" if it can.
+
+    Half of a surrogate pair is what JSON's escapes allow and no encoding does; metadata may hold anything.
+    """
+    try:
+        for name in ("text", "id", "language", "source"):
+            getattr(document, name).encode("utf-8")
+        name = "metadata"
+        if document.metadata:
+            json.dumps(dict(document.metadata), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f" at character {error.start}" if name == "text" else ""
+        return f"half of a surrogate pair in its {name}{where}; no text holds one"
+    except TypeError as error:
+        return f"{name} that JSON does not know: {error}"
+    return ""
+
+
+def printable(text: str) -> str:
+    """A text that can be written: halves of surrogate pairs as escapes."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def excerpt(data: bytes) -> str:

@@ -58,6 +58,19 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def refusals(folder: Path) -> Iterator[None]:
+    """Turn what the operating system refuses, wherever in a run, into one line.
+
+    Raises:
+        ResourceError: disk full, no permission and the like.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise resource_error(error, Path(error.filename or folder)) from error
+
+
 def record_at(path: Path) -> dict[str, Any]:
     """A JSON record of ours, or {} if there is none or it is of another kind."""
     if not path.is_file():
@@ -89,6 +102,20 @@ def claim(folder: Path) -> None:
         )
 
 
+def claim_corpus(folder: Path, files: Sequence[InputFile]) -> None:
+    """Make sure that a finished corpus in the folder is about to be renewed, not replaced by another one.
+
+    Raises:
+        DataError: it was made from other files, and from none of these.
+    """
+    theirs = [entry["path"] for entry in record_at(folder / MANIFEST).get("inputs", [])]
+    if theirs and files and not {file.path for file in files}.intersection(theirs):
+        raise DataError(
+            f"{folder}: holds a corpus made from other files ({theirs[0]}{' ...' if len(theirs) > 1 else ''}); choose "
+            "another output.folder, or replace it with --output.replace true"
+        )
+
+
 def give_name(source: Path, name: Path) -> None:
     """Let a finished file of ours appear under another name too: the same bytes on disk where links work."""
     temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}.tmp")
@@ -104,11 +131,16 @@ def give_name(source: Path, name: Path) -> None:
         raise resource_error(error, name) from error
 
 
-def join_files(sources: Sequence[Path], name: Path) -> None:
-    """Files one after the other as one file, which is whole or not there (zstd frames joined are one stream)."""
+def join_files(sources: Sequence[Path], name: Path, empty: bytes = b"") -> None:
+    """Files one after the other as one file, which is whole or not there (zstd frames joined are one stream).
+
+    Args:
+        empty: the content if there are no files.
+    """
     temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as out:
+            out.write(b"" if sources else empty)
             for source in sources:
                 with open(source, "rb") as file:
                     shutil.copyfileobj(file, out)

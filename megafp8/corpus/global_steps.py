@@ -1,7 +1,8 @@
 """A global step as stages: signatures of each part -> partition -> edges -> links -> map, which drops and goes on.
 
-Parts are numbered in the order of the input; of duplicates the first stays. A part that loses nothing, with no step
-behind the global one, is not written again.
+Parts are numbered in the order of the input, those that are held out for validation before all others; of duplicates
+the first stays, so that a validation document does not go because the training text has it too: there it goes. A part
+that loses nothing, with no step behind the global one, is not written again.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ def segments(tables: Sequence[Mapping[str, Any]]) -> list[Segment]:
 def deduplicate(
     run: StageRun, segment: Segment, views: Sequence[View], config: CorpusConfig
 ) -> tuple[list[View], Done, dict[str, Any]]:
-    """The views behind a segment, the tasks of `map` with their records, and {step: clusters of duplicates}."""
+    """The views behind a segment, in the order of those before it, the tasks of `map` with their records, and
+    {step: clusters of duplicates}."""
     assert segment.global_step is not None
     step, memory = step_values(segment.global_step), config.executor.memory_bytes
     kind = segment.global_step["kind"]
+    order = sorted(range(len(views)), key=lambda at: not views[at].held_out)  # stable
+    views = [views[at] for at in order]
     tasks = [Task("signatures", v.part.path, {"step": step}, v.inputs, num_bytes=v.text_bytes) for v in views]
     signed = _run(run, f"{kind}: signatures", tasks)
     records = [task.output(record, signatures_stage.RECORDS) for task, record in signed]
@@ -61,9 +65,10 @@ def deduplicate(
     ((task, record),) = _run(
         run, f"{kind}: links", [Task("links", kind, values, (*edges, *names), hints, _size(edges))]
     )
-    views, mapped = _map(run, segment, step, views, task, record, config)
+    left, done = _map(run, segment, step, views, task, record, config)
     clusters = record["counts"]["clusters"]
-    return views, mapped, {made.name: clusters} if clusters else {}
+    behind = [view for _, some in sorted(zip(order, left)) for view in some]
+    return behind, done, {made.name: clusters} if clusters else {}
 
 
 def _edges(run: StageRun, kind: str, records: Sequence[Input], memory: int) -> list[Input]:
@@ -90,8 +95,10 @@ def _map(
     links: Task,
     record: Mapping[str, Any],
     config: CorpusConfig,
-) -> tuple[list[View], Done]:
+) -> tuple[list[list[View]], Done]:
+    """What is left of each view, and the tasks that ran."""
     values = {"steps": [step_values(one) for one in segment.steps], "part_bytes": config.executor.part_bytes}
+    hints = {"on_error": config.source.on_error}
     lost = {int(part) for part in record["counts"]["lost"]}
     tasks: dict[int, Task] = {}
     for number, view in enumerate(views):
@@ -103,18 +110,16 @@ def _map(
             inputs, more = view.inputs, {}
         else:
             continue
-        tasks[number] = Task("map", view.part.path, values | more, inputs, num_bytes=view.text_bytes)
+        tasks[number] = Task("map", view.part.path, values | more, inputs, hints, view.text_bytes)
     done = dict(zip(tasks, _run(run, f"{step['kind']}: dropping", list(tasks.values()))))
-    left: list[View] = []
-    for number, view in enumerate(views):
-        left += views_of(*done[number]) if number in done else [view]
+    left = [views_of(*done[number]) if number in done else [view] for number, view in enumerate(views)]
     return left, list(done.values())
 
 
 def views_of(task: Task, record: Mapping[str, Any]) -> list[View]:
     """The parts that a task of `read` or `map` has made."""
     parts = record["counts"]["parts"]
-    return [View(task.output(record, part["name"]), part["rows"], part["text_bytes"]) for part in parts]
+    return [View(task.output(record, one["name"]), one["rows"], one["text_bytes"], one["held_out"]) for one in parts]
 
 
 def _run(run: StageRun, label: str, tasks: list[Task]) -> Done:

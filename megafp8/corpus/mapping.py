@@ -13,9 +13,10 @@ from typing import Any
 
 from megafp8.core.config import to_dict
 from megafp8.corpus.compressed import InputStream
-from megafp8.corpus.documents import Bad, Document, Dropped
+from megafp8.corpus.documents import Bad, Document, Dropped, unwritable
 from megafp8.corpus.figures import BAD, Account
 from megafp8.corpus.parts import LinesWriter
+from megafp8.corpus.quarantine import Quarantine
 from megafp8.corpus.step_registry import make_step
 from megafp8.corpus.tasks import Work
 
@@ -51,28 +52,29 @@ class Mapper:
         dropped: {step: {reason: documents}}.
         changed: {step: documents whose text it changed}.
         counted: {step: {name: number}}, sums of what steps count ("count:" keys of the metadata).
-        failed: documents on which a step raised an error; they are bad records.
         account: the same by language and source, with lengths and samples.
     """
 
-    def __init__(self, steps: Sequence[Any], work: Work) -> None:
-        self._steps, self._work = steps, work
+    def __init__(self, steps: Sequence[Any], work: Work, quarantine: Quarantine) -> None:
+        self._steps, self._work, self._quarantine = steps, work, quarantine
         self._log: LinesWriter | None = None
         self.dropped: dict[str, Counter[str]] = {}
         self.changed: Counter[str] = Counter()
         self.counted: dict[str, Counter[str]] = {}
-        self.failed: list[Bad] = []
         self.num_dropped = 0
         self.account = Account()
+        self._listed: Counter[tuple[str, str]] = Counter()
 
     def apply(self, document: Document, *, file: str, line: int) -> Document | None:
         """The document as the steps leave it, or None if it was dropped or a step failed; the account has it."""
         for step in self._steps:
             try:
                 result = step.apply(document)
+                problem = "" if result is document or isinstance(result, Dropped) else unwritable(result)
             except Exception as error:
-                reason = f"step {step.name} failed: {type(error).__name__}: {error}"
-                self.failed.append(Bad(file, line, reason, document.text[:120]))
+                problem = f"{type(error).__name__}: {error}"
+            if problem:
+                self._quarantine.add(Bad(file, line, f"step {step.name} failed: {problem}", document.text[:120]))
                 self.account.add_lost(document, BAD)
                 return None
             if isinstance(result, Dropped):
@@ -88,14 +90,22 @@ class Mapper:
 
     def drop(self, step: str, document: Document, why: Dropped) -> None:
         """Enter a document that is not kept."""
-        if self._log is None:
-            self._log = LinesWriter(self._work.output(DROPPED))
-        reasons = self.dropped.setdefault(step, Counter())
-        reasons[why.reason] += 1
+        self.dropped.setdefault(step, Counter())[why.reason] += 1
         self.num_dropped += 1
         self.account.add_dropped(document, step, why)
+        self._list(step, document, why)
+
+    def leave_out(self, document: Document, reason: str) -> None:
+        """Enter a document that is not taken when it is read; `read` counts it."""
+        self.account.add_lost(document, reason)
+        self._list("read", document, Dropped(reason))
+
+    def _list(self, step: str, document: Document, why: Dropped) -> None:
+        if self._log is None:
+            self._log = LinesWriter(self._work.output(DROPPED))
         entry = {"id": document.id, "lang": document.language, "step": step, **dataclasses.asdict(why)}
-        if reasons[why.reason] <= _SAMPLES:
+        self._listed[step, why.reason] += 1
+        if self._listed[step, why.reason] <= _SAMPLES:
             entry["text"] = document.text[:_SAMPLE_CHARACTERS]
         self._log.add(entry)
 

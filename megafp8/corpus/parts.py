@@ -15,6 +15,7 @@ from megafp8.corpus.documents import Document
 from megafp8.corpus.tasks import Input, Work
 
 _LEVEL = 3
+EMPTY_LINES = zstandard.ZstdCompressor(level=_LEVEL).compress(b"")  # no line at all
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class View:
     Attributes:
         rows: documents in the part.
         text_bytes: of these.
+        held_out: all of them are for validation, by their files; else none is.
     """
 
     part: Input
     rows: int
     text_bytes: int
+    held_out: bool = False
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -37,7 +40,10 @@ class View:
 
 
 class PartWriter:
-    """Writes kept documents into parts of about `part_bytes` of text; `parts` says what each holds."""
+    """Writes kept documents into parts of about `part_bytes` of text; `parts` says what each holds.
+
+    Documents that are held out by their files have parts of their own.
+    """
 
     def __init__(self, work: Work, part_bytes: int) -> None:
         self._work, self._part_bytes = work, part_bytes
@@ -47,11 +53,13 @@ class PartWriter:
 
     def add(self, document: Document, held_out: bool) -> None:
         """Append a document; `held_out`: it is for validation, whatever its text's hash says."""
-        if self._out is None or self.parts[-1]["text_bytes"] >= self._part_bytes:
+        last = self.parts[-1] if self.parts else {}
+        if self._out is None or last["text_bytes"] >= self._part_bytes or last["held_out"] != held_out:
             self.close()
             name = f"{len(self.parts):05d}.docs.zst"
             self._out = LinesWriter(self._work.output(name))
-            self.parts.append({"name": name, "rows": 0, "text_bytes": 0})
+            self.parts.append({"name": name, "rows": 0, "text_bytes": 0, "held_out": held_out})
+        assert self._out is not None
         self._out.add(document_values(document) | ({"held_out": True} if held_out else {}))
         self.parts[-1]["rows"] += 1
         size = len(document.text.encode("utf-8"))

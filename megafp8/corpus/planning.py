@@ -49,10 +49,11 @@ class Planner:
         config = self._config
         steps = [step_values(table) for table in segments(config.steps)[0].steps]
         common = {"steps": steps, "part_bytes": config.executor.part_bytes}
+        hints = {"on_error": config.source.on_error}
         tasks = []
         for shard in self.shards(cuts):
             values = shard_values(shard, self._source_values, self._held_out) | common
-            tasks.append(Task("read", shard.name, values, shard.inputs, num_bytes=shard.num_bytes))
+            tasks.append(Task("read", shard.name, values, shard.inputs, hints, shard.num_bytes))
         return tasks
 
     def views(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> list[View]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megafp8.core.config import to_dict
 from megafp8.core.errors import DataError
-from megafp8.core.jsonio import resource_error, write_json
+from megafp8.core.jsonio import write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus.config import CorpusConfig
@@ -26,11 +26,11 @@ from megafp8.corpus.figures import Figures
 from megafp8.corpus.global_steps import deduplicate, segments
 from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
 from megafp8.corpus.mapping import DROPPED
-from megafp8.corpus.parts import View
+from megafp8.corpus.parts import EMPTY_LINES, View
 from megafp8.corpus.planning import Planner
+from megafp8.corpus.quarantine import BAD
 from megafp8.corpus.readers import Source
 from megafp8.corpus.stage_run import StageRun, open_executor
-from megafp8.corpus.stages.read import BAD
 from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, sweep
 from megafp8.corpus.totals import Totals
@@ -60,8 +60,10 @@ def preprocess(config: CorpusConfig) -> Result:
     """
     source = open_source(config.source)
     folder = Path(config.output.folder)
-    with places.locked(folder):
+    with places.locked(folder), places.refusals(folder):
         places.claim(folder)
+        if not config.output.replace:
+            places.claim_corpus(folder, source.files)
         run = _Run(config, source, folder)
         if manifest := run.finished():
             event(_log, "already done: same configuration and inputs, nothing to do", folder=folder)
@@ -78,7 +80,7 @@ def train_into(config: CorpusConfig, folder: Path) -> str:
         ResourceError: the folder is in use, the disk full.
     """
     source = open_source(config.source)
-    with places.locked(folder):
+    with places.locked(folder), places.refusals(folder):
         places.claim(folder)
         if is_trained(config, source, folder):
             event(_log, "tokenizer is there already", path=folder / places.TOKENIZER)
@@ -122,7 +124,7 @@ class _Run:
         self.root = self.folder / places.STAGES
         self.planner = Planner(self.config, self.source)
         self._executor = open_executor(self.config)
-        self.stages = StageRun(self.root, self._executor)
+        self.stages = StageRun(self.root, self._executor, stop=self.config.source.on_error == "stop")
         if not (self.folder / places.OWNER).exists():  # first: from here on the folder is known to be ours
             write_json(self.folder / places.OWNER, {"kind": "megafp8-corpus-stages"})
         places.clear_partial(self.folder)
@@ -167,10 +169,7 @@ class _Run:
         views = self.read()
         spec, tokenizer = self.tokenizer(views)
         written, records = self.write(self.tokenize(views, spec, tokenizer), tokenizer)
-        try:
-            return self._commit(written, records, tokenizer)
-        except OSError as error:
-            raise resource_error(error, self.folder) from error
+        return self._commit(written, records, tokenizer)
 
     def read(self) -> list[View]:
         """The documents that are kept, judged."""
@@ -195,7 +194,6 @@ class _Run:
         self._judge_read()
         views = self.planner.views(tasks, records)
         for segment in segments(self.config.steps)[1:]:
-            self.stages.stop_if_failed()
             views, mapped, clusters = deduplicate(self.stages, segment, views, self.config)
             self.figures.clusters |= clusters
             for task, record in mapped:
@@ -299,10 +297,7 @@ class _Run:
                 output = task.output(record, f"{name}.{suffix}")
                 places.give_name(self.root / output.path, self.folder / f"{name}.{suffix}")
         places.join_files(self.quarantine, self.folder / places.QUARANTINE)
-        if self.config.steps:
-            places.join_files(self.dropped, self.folder / places.DROPPED)
-        else:
-            (self.folder / places.DROPPED).unlink(missing_ok=True)
+        places.join_files(self.dropped, self.folder / places.DROPPED, empty=EMPTY_LINES)
         write_json(self.folder / places.FIGURES, self.figures.to_json())
         manifest = self._manifest(tokenizer)
         write_json(self.folder / places.MANIFEST, manifest)
@@ -314,10 +309,10 @@ class _Run:
 
     def _manifest(self, tokenizer: Tokenizer) -> dict[str, Any]:
         names = [f"{split}.{suffix}" for split in places.SPLITS for suffix in ("bin", "idx", "json")]
-        names += [places.FIGURES, places.QUARANTINE] + ([] if self.config.tokenizer.path else [places.TOKENIZER])
-        names += [places.DROPPED] if self.config.steps else []
+        names += [places.FIGURES, places.QUARANTINE, places.DROPPED]
+        names += [] if self.config.tokenizer.path else [places.TOKENIZER]
         config = to_dict(self.config)
-        for key in ("workers", "keep_stages"):  # no byte depends on it
+        for key in ("workers", "keep_stages", "replace"):  # no byte depends on it
             del config["output"][key]
         del config["executor"]
         train = self.totals.splits["train"].summary()

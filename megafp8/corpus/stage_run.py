@@ -42,13 +42,16 @@ def open_executor(config: CorpusConfig) -> Executor:
 class StageRun:
     """Runs stages of one corpus.
 
+    Args:
+        stop: raise at the first refusal of data, instead of doing what else can be done.
+
     Attributes:
         tasks: all tasks that the corpus is made of, done or not.
         set_aside: the failures that were final.
     """
 
-    def __init__(self, root: Path, executor: Executor) -> None:
-        self.root, self._executor = root, executor
+    def __init__(self, root: Path, executor: Executor, *, stop: bool = False) -> None:
+        self.root, self._executor, self._stop = root, executor, stop
         self.tasks: list[Task] = []
         self.set_aside: list[Failure] = []
 
@@ -58,7 +61,7 @@ class StageRun:
         records = {task.id: load_record(self.root, task) for task in tasks}
         todo = list({task.id: task for task in tasks if not records[task.id]}.values())
         if todo:
-            listener = _Listener(self.root, label, tasks, records)
+            listener = _Listener(self.root, label, tasks, records, self._stop)
             with listener.bar:
                 self._executor.run(self.root, todo, listener)
             self.set_aside += listener.set_aside
@@ -75,15 +78,18 @@ class StageRun:
             raise first.error(f"{first.message}{more}; log: {first.log}")
         raise first.error(
             f"{len(self.set_aside)} tasks were set aside, first: {first.task.stage} {first.task.name}: "
-            f"{first.message}; log: {first.log}; run the same command again to try them once more, all others are done"
+            f"{first.message}; log: {first.log}; what can be made without them is made and stays; run the same command "
+            "again to try them once more, or take their input out of source.files"
         )
 
 
 class _Listener:
     """Adds up what tasks tell, for the progress line, and writes the log."""
 
-    def __init__(self, root: Path, label: str, tasks: Sequence[Task], records: Mapping[str, dict[str, Any]]) -> None:
-        self._file = root / LOG
+    def __init__(
+        self, root: Path, label: str, tasks: Sequence[Task], records: Mapping[str, dict[str, Any]], stop: bool
+    ) -> None:
+        self._file, self._stop = root / LOG, stop
         self.set_aside: list[Failure] = []
         self.bar = Progress(label, sum(task.num_bytes for task in tasks))
         self._done_bytes = sum(task.num_bytes for task in tasks if records[task.id])
@@ -126,6 +132,8 @@ class _Listener:
         if not failure.is_final or failure.kind not in FINAL:
             name = f"{failure.task.stage} {failure.task.name}"
             event(_log, f"task failed and is {what}", task=name, because=failure.message)
+        if self._stop and failure.is_final and failure.kind in FINAL:
+            raise failure.error(failure.message)
 
     def _write(self, what: str, task: Task, **values: Any) -> None:
         entry = {"time": round(time.time(), 3), "event": what, "stage": task.stage, "task": task.id, "name": task.name}

@@ -50,11 +50,6 @@ def make_step(values: Mapping[str, Any]) -> Any:
     return build(step, {key: value for key, value in values.items() if key != "kind"})
 
 
-def make_steps(tables: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The steps of a configuration that has been checked, in their order."""
-    return [make_step(table) for table in tables]
-
-
 def step_problems(tables: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong with `[[steps]]`, a line each; empty if nothing is."""
     problems = []

@@ -82,10 +82,27 @@ def find_files(patterns: tuple[str, ...], inside: Callable[[str], list[str]] | N
 def _local(pattern: str, inside: Callable[[str], list[str]] | None) -> list[str]:
     expanded = os.path.expanduser(pattern)
     matches = [expanded] if os.path.exists(expanded) else glob.glob(expanded, recursive=True)
+    for path in matches:
+        _check_local(path)
     files = [path for path in matches if os.path.isfile(path)]
     if inside is not None:
         files += [path for folder in matches if os.path.isdir(folder) for path in inside(folder)]
     return files
+
+
+def _check_local(path: str) -> None:
+    """Refuse what a glob finds and nobody could read twice, or name in a record: it must not be passed over in silence.
+
+    Raises:
+        DataError: a link to nothing, a pipe or device, a name that is not UTF-8.
+    """
+    shown = path.encode("utf-8", "backslashreplace").decode()
+    if shown != path:
+        raise DataError(f"{shown}: its name is not UTF-8; rename it")
+    if not os.path.exists(path):
+        raise DataError(f"{path}: a link to what is not there; remove it, or bring back {os.path.realpath(path)}")
+    if not os.path.isfile(path) and not os.path.isdir(path):
+        raise DataError(f"{path}: neither a file nor a folder; inputs are read more than once, so save it as a file")
 
 
 def _system(url: str) -> tuple[Any, str]:

@@ -109,6 +109,8 @@ class Totals:
 
     def judge_read(self, config: CorpusConfig, quarantine: Path) -> None:
         """Raise DataError if too much could not be read, or nothing is left."""
+        if self.num_bad and config.source.on_error == "stop":
+            raise DataError(f"{self.first_bad}; correct it, or let the run go on with --source.on_error quarantine")
         allowed = config.source.max_bad_share
         if self.num_bad > allowed * self.num_records:
             raise DataError(

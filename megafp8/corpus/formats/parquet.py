@@ -7,6 +7,8 @@ the ranges that cover a file, and nobody needs to look into it before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pyarrow
@@ -73,10 +75,21 @@ def _document(path: str, row: int, values: dict[str, Any], config: SourceConfig)
                 values[key] = value.decode("utf-8")
             except UnicodeDecodeError as error:
                 return Bad(path, row, f"{key!r} is not UTF-8 at byte {error.start}")
+        elif key in config.metadata_keys:
+            values[key] = _plain(value)
     size = len(values[config.text_key] or "")
     if size > config.max_record_bytes:
         return Bad(path, row, f"longer than {config.max_record_bytes} bytes; see source.max_record_bytes")
     return document_of(values, path, row, config)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a table as JSON has it: dates, times and decimal numbers as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, (date, time, timedelta, Decimal)) else value
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,15 +14,16 @@ from megafp8.corpus.dedup.records import shards_and_rows
 from megafp8.corpus.documents import Document, Dropped
 from megafp8.corpus.mapping import Mapper, steps_of
 from megafp8.corpus.parts import PartWriter, read_view
-from megafp8.corpus.stages.read import BAD
+from megafp8.corpus.quarantine import Quarantine
 from megafp8.corpus.tasks import Work
 
-VERSION = 2
+VERSION = 3
 
 
 def run(work: Work) -> dict[str, Any]:
     """Counts by outcome; `num_records`: bad, dropped and kept. Inputs: the part, and what `links` says of it."""
-    parts, mapper = PartWriter(work, work.values["part_bytes"]), Mapper(steps_of(work.values["steps"]), work)
+    parts, quarantine = PartWriter(work, work.values["part_bytes"]), Quarantine(work)
+    mapper = Mapper(steps_of(work.values["steps"]), work, quarantine)
     records = text_bytes = 0
     for document, held_out in _left(work, mapper):
         records += 1
@@ -34,16 +35,11 @@ def run(work: Work) -> dict[str, Any]:
         if records % 256 == 0:
             work.report(done_bytes=text_bytes, documents=records, text_bytes=text_bytes, dropped=mapper.num_dropped)
     parts.close()
-    bad = mapper.failed
-    if bad:
-        lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in bad]
-        work.output(BAD).write_text("".join(lines), encoding="utf-8")
     return {
         "num_records": records,
-        "num_bad": len(bad),
-        "first_bad": str(bad[0]) if bad else "",
         "kept": sum(part["rows"] for part in parts.parts),
         "parts": parts.parts,
+        **quarantine.close(),
         **mapper.close(),
     }
 

@@ -41,7 +41,8 @@ def test_exact_duplicates_go_and_say_whose(config: Callable, tmp_path: Path, dou
     assert {f"copy-{number}" for number in range(40)} <= set(copies), "of two the first stays"
     assert copies["copy-7"]["detail"] == "of 0-107" and copies["copy-7"]["reason"] == "exact duplicate"
     assert counts["dropped"]["exact"] == {"exact duplicate": len(copies)}
-    total = counts["num_empty"] + counts["num_bad"] + len(entries)
+    assert sum(entry["reason"] == "empty" for entry in entries) == counts["num_empty"] == 2
+    total = counts["num_bad"] + len(entries)
     assert total + sum(split["documents"] for split in counts["splits"].values()) == counts["num_records"] == 640
     assert len({entry["id"] for entry in entries if entry["step"] == "length"}) == sum(
         counts["dropped"]["length"].values()
@@ -97,3 +98,24 @@ def test_segments() -> None:
         ("exact", 1),
         ("paragraphs", 0),
     ]
+
+
+@pytest.mark.parametrize("kind", ["exact", "minhash"])
+def test_held_out_documents_stay_and_their_twins_go(config: Callable, tmp_path: Path, text: Path, kind: str) -> None:
+    """Files for validation come last by name; some of their texts are in the training files too, or twice in theirs."""
+    rest = [json.loads(line) for line in (text / "part-0.jsonl").read_text().splitlines()[100:140]]
+    held = [{**line, "id": f"held-{n}"} for n, line in enumerate([*rest, rest[0]])]
+    (text / "valid.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held))
+    settings = {
+        "source": {"files": [f"{text}/part-*"], "valid_files": [f"{text}/valid.jsonl"], "max_bad_share": 0.5},
+        "tokenizer": {"path": "bytes"},
+        "split": {"valid_share": 0.0},
+    }
+    for name, executor in (("one", {}), ("small", {**SMALL, **TINY})):  # mixed shards, and shards of their own
+        counts = preprocess(config(name, [{"kind": kind}], **settings, executor=executor)).manifest["counts"]
+        gone = {entry["id"]: entry["detail"] for entry in dropped(tmp_path / name) if entry["step"] == kind}
+        assert counts["splits"]["valid"]["documents"] == 40 and gone["held-40"] == "of held-0"
+        assert [held_id for held_id in gone if held_id.startswith("held")] == ["held-40"]
+        assert {line["id"] for line in rest} <= set(gone) and gone[rest[7]["id"]] == "of held-7"
+    for name in ("valid.bin", "valid.idx", "train.bin"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "small" / name).read_bytes()

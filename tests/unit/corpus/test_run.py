@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("small_batches")
 
 
 FILES = {
-    "figures.json", "manifest.json", "quarantine.jsonl", "tokenizer.model", "tokenizer_info.json",
+    "figures.json", "manifest.json", "quarantine.jsonl", "dropped.jsonl.zst", "tokenizer.model", "tokenizer_info.json",
     "train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "stages",
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_bytes_do_not_depend_on_workers(contents: Callable, config: Callable, tm
         "tokenizer_info.json",
         "dropped.jsonl.zst",
     }
-    assert next(read_lines(tmp_path / "one" / "dropped.jsonl.zst"))["reason"] == "too short"
+    assert {entry["reason"] for entry in read_lines(tmp_path / "one" / "dropped.jsonl.zst")} == {"empty", "too short"}
 
 
 def test_every_document_is_somewhere_by_id(config: Callable, tmp_path: Path, text: Path) -> None:
@@ -91,7 +91,11 @@ def test_every_document_is_somewhere_by_id(config: Callable, tmp_path: Path, tex
         other += [name] if body and value.get("lang") != "de" else []
     parts = sorted((tmp_path / "out" / "stages" / "read").glob("*.docs.zst"))
     kept = [document.id for path in parts for document, _ in read_part(path)]
-    dropped = [entry["id"] for entry in read_lines(tmp_path / "out" / "dropped.jsonl.zst")]
+    listed = list(read_lines(tmp_path / "out" / "dropped.jsonl.zst"))
+    dropped = [entry["id"] for entry in listed if entry["step"] == "length"]
+    assert [entry["id"] for entry in listed if entry["reason"] == "empty"] == empty
+    assert [entry["id"] for entry in listed if entry["reason"] == "other language"] == other
+    assert len(listed) == len(dropped + empty + other)
     assert sorted(kept + dropped + empty + other) == sorted(ids) and dropped and kept
     assert (counts["num_records"], counts["num_bad"]) == (len(lines), 2)
     assert (counts["num_empty"], counts["num_other_language"]) == (len(empty), len(other))
@@ -203,7 +207,8 @@ def test_too_many_bad_records_fail_with_evidence(config: Callable, tmp_path: Pat
         preprocess(config())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"quarantine.jsonl", "stages"}
     assert len((tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()) == 60
-    assert preprocess(config(source={"max_bad_share": 0.2})).manifest["counts"]["num_bad"] == 60
+    allowed = {"max_bad_share": 0.2, "keep_damaged_files": True}  # all of that file is bad
+    assert preprocess(config(source=allowed)).manifest["counts"]["num_bad"] == 60
     with pytest.raises(DataError, match="60 of 360"):  # judged again, not "already done"
         preprocess(config())
 

@@ -10,7 +10,8 @@ from megafp8.core.config import build, dump_toml, load_toml
 from megafp8.core.errors import ConfigError
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.documents import Document, Dropped
-from megafp8.corpus.step_registry import make_step, make_steps, step_kinds
+from megafp8.corpus.step_registry import make_step, step_kinds
+from megafp8.corpus.steps.length import Length
 
 
 def document(text: str) -> Document:
@@ -58,7 +59,7 @@ def test_steps_survive_toml(config: Callable, tmp_path) -> None:  # type: ignore
     made = config(steps=[{"kind": "length", "min_characters": 3}])
     (tmp_path / "c.toml").write_text(dump_toml(made))
     assert build(CorpusConfig, load_toml(tmp_path / "c.toml")) == made
-    assert make_steps(made.steps) == [make_step({"kind": "length", "min_characters": 3})]
+    assert make_step(made.steps[0]) == Length(min_characters=3)
 
 
 def test_metadata_is_part_of_a_document() -> None:
