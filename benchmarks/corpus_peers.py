@@ -1,10 +1,10 @@
-"""JSON lines -> `.bin` and `.idx`: `megafp8 preprocess` against Megatron's tools and datatrove, whole processes in turn.
+"""JSON lines -> `.bin` and `.idx`: `megafp8 preprocess` against Megatron's tools and datatrove, as whole processes.
 
     python -m benchmarks.corpus_peers FILE.jsonl[.zst] ... [--megabytes 57] [--datatrove PYTHON] [--rounds 1]
 
 Everybody gets the same documents and the same tokenizer (32,000 pieces, trained here on a part of them): SentencePiece
-BPE, and byte-level BPE split as Llama 3 does. Start-up is what one document costs; "steady" has it taken off. CPU-seconds
-of the process tree, memory of the tree, files compared byte for byte. Megatron's tools read plain files, the others zstd.
+BPE, and byte-level BPE split as Llama 3 does. Start-up is what one document costs; "steady" has it taken off. In
+CPU-seconds of the process tree; files are compared byte for byte. Megatron's tools read plain files, the others zstd.
 Without files: this Python's documentation. The peers are in `corpus_programs` and `datatrove_peer`.
 """
 
@@ -206,7 +206,8 @@ def _datatrove(inputs: Inputs, output: Path, tokenizer: Path, interpreter: str) 
 def report(found: list[Contender], num_bytes: int) -> list[dict[str, Any]]:
     """Print a table; ratios are of our one process to each peer, medians over rounds."""
     rows = []
-    print(f"{'':54}{'cpu-s':>8}{'start-up':>9}{'MB/cpu-s':>9}{'steady':>8}{'wall s':>8}{'peak MB':>9}  ours x, steady x")
+    heads = ("cpu-s", "start-up", "MB/cpu-s", "steady", "wall s", "peak MB", "ours x", "steady x")
+    print(" " * 54 + "".join(f"{head:>9}" for head in heads))
     for one in found:
         base = next(c for c in found if c.tokenizer == one.tokenizer)
         steady = [max(a.cpu_seconds - b.cpu_seconds, 1e-3) for a, b in zip(one.runs, one.startups, strict=True)]
@@ -229,9 +230,9 @@ def report(found: list[Contender], num_bytes: int) -> list[dict[str, Any]]:
         rows.append(row)
         same = {True: "same bytes", False: "OTHER BYTES", None: "own format"}[row["same_bytes"]]
         print(
-            f"{one.tokenizer + ': ' + one.name:54}{cpu:8.2f}{row['startup_cpu_seconds']:9.2f}{row['rate']:9.1f}"
-            f"{row['steady_rate']:8.1f}{row['seconds']:8.2f}{row['peak_bytes'] / 1e6:9.0f}"
-            f"  {row['ours']:5.1f} {row['ours_steady']:6.1f}  {same}"
+            f"{one.tokenizer + ': ' + one.name:54}{cpu:9.2f}{row['startup_cpu_seconds']:9.2f}{row['rate']:9.1f}"
+            f"{row['steady_rate']:9.1f}{row['seconds']:9.2f}{row['peak_bytes'] / 1e6:9.0f}"
+            f"{row['ours']:9.1f}{row['ours_steady']:9.1f}  {same}"
         )
     return rows
 

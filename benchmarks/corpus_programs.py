@@ -1,9 +1,9 @@
 """Peers that make `.bin` and `.idx` out of JSON lines, each a program: `python -m benchmarks.corpus_programs NAME ...`.
 
-They are megatron-core's own tokenizers and index builder in the loop that Megatron-LM's tools put around them, since its
-wheel has no tools: `preprocess_data` maps an encoder over lines with a pool of processes (chunks of 32), the parent
-writes; `preprocess_data_fast` lets gigatoken read the file and holds all ids. What is missing is the tools' start-up:
-they import the training stack, which takes 8 to 9 CPU-seconds (measured), so that the peers here do better than they.
+They are megatron-core's own tokenizers and index builder in the loop that Megatron-LM's tools put around them, since
+its wheel has no tools: `preprocess_data` maps an encoder over lines with a pool of processes (chunks of 32), the parent
+writes; `preprocess_data_fast` lets gigatoken read the file and holds all ids. What is missing is a part of the tools'
+start-up: they import the training stack, 8 to 9 CPU-seconds in all, so that the peers here do better than they.
 
     megatron-sentencepiece | megatron-huggingface | megatron-gigatoken   INPUT.jsonl OUTPUT TOKENIZER [WORKERS]
 """

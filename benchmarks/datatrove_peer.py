@@ -1,6 +1,6 @@
 """datatrove's pipelines over JSON lines; run by a Python that has it, and nothing of this package.
 
-    pip install "datatrove>=0.10" tokenizers orjson zstandard spacy nltk fasttext-numpy2-wheel fasteners regex "xxhash<4"
+    pip install datatrove tokenizers orjson zstandard spacy nltk regex fasteners fasttext-numpy2 tldextract "xxhash<4"
 
     PYTHON benchmarks/datatrove_peer.py tokenize FOLDER OUTPUT TOKENIZER.json WORKERS
     PYTHON benchmarks/datatrove_peer.py pipeline FOLDER OUTPUT TOKENIZER.json WORKERS LID.ftz
