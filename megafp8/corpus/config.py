@@ -95,6 +95,9 @@ class TokenizerConfig:
     character_coverage: Annotated[
         float, Field(gt=0, le=1, description="training: share of characters with a piece; the rest falls back to bytes")
     ] = 0.9995
+    max_lossy_share: Annotated[
+        float, Field(ge=0, le=1, description="share of sampled documents that need not come back from their ids")
+    ] = 0.0
 
 
 @config_dataclass

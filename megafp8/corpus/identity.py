@@ -45,13 +45,20 @@ def source_values(config: CorpusConfig) -> dict[str, Any]:
     return values | ({"steps": [step_values(table) for table in config.steps]} if config.steps else {})
 
 
+def tokenizer_values(config: CorpusConfig) -> dict[str, Any]:
+    """What decides a trained tokenizer, or which one is used: not what its text may lose, which only judges."""
+    values = to_dict(config.tokenizer)
+    del values["max_lossy_share"]
+    return values
+
+
 def tokenizer_fingerprint(config: CorpusConfig) -> str:
     """Of all that decides a trained tokenizer, but for the inputs."""
-    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer)})
+    return fingerprint({**source_values(config), "tokenizer": tokenizer_values(config)})
 
 
 def corpus_fingerprint(config: CorpusConfig, named_tokenizer: str) -> str:
     """Of all that decides the corpus, but for the inputs; `named_tokenizer`: fingerprint of `tokenizer.path`, or ""."""
     more: dict[str, Any] = {"tokenizer_file": named_tokenizer} if named_tokenizer else {}
     more |= {"shuffle_seed": config.output.shuffle_seed} if config.output.shuffle else {}
-    return fingerprint({**source_values(config), "tokenizer": to_dict(config.tokenizer), **more})
+    return fingerprint({**source_values(config), "tokenizer": tokenizer_values(config), **more})

@@ -21,13 +21,14 @@ from megafp8.corpus.shards import plan_shards
 from megafp8.corpus.stage_run import LOG
 from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, load_record
+from megafp8.corpus.tokenizer_check import MAX_PARTS, check_tasks
 from megafp8.data.indexed import optimal_dtype
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 
 # bytes for each second and process before anything has been measured; docs/corpus.md says where they come from
 _RATES = {
     "split": 1e9, "read": 40e6, "signatures": 8e6, "partition": 100e6, "edges": 100e6, "links": 100e6, "map": 20e6,
-    "sample": 60e6, "tokenizer": 5e6, "tokenize": 4e6, "write": 200e6,
+    "sample": 60e6, "tokenizer": 5e6, "check": 30e6, "tokenize": 4e6, "write": 200e6,
 }  # fmt: skip
 _RECORD_SHARE = 0.1  # bytes of a global step's records for each byte of text (MinHash, 14 bands, 2 kB documents)
 _COMPRESSION = 3.5  # text for each byte of gzip or zstd
@@ -177,9 +178,12 @@ class _Draft:
         dtype = optimal_dtype(vocab_size)
         disk = self.text / _BYTES_PER_TOKEN * dtype.itemsize
         if not (views and tokenizer):
+            checked = min(self.text, MAX_PARTS * self.config.executor.part_bytes)
+            self.guess("check", min(self.parts, MAX_PARTS), checked, 0.0)
             self.guess("tokenize", self.parts, self.text, disk)
             self.guess("write", 2, disk, disk)
             return
+        self.exact("check", check_tasks(views, spec, tokenizer.fingerprint, self.config.split.seed), 0.0)
         tasks = self.planner.tokenize_tasks(views, spec, tokenizer.fingerprint, dtype.name)
         self.exact("tokenize", tasks, disk)
         named = tokenizer.fingerprint if self.config.tokenizer.path else ""

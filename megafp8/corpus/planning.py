@@ -8,7 +8,7 @@ from typing import Any
 from megafp8.core.config import to_dict
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.global_steps import segments, views_of
-from megafp8.corpus.identity import source_values
+from megafp8.corpus.identity import source_values, tokenizer_values
 from megafp8.corpus.mapping import step_values
 from megafp8.corpus.parts import View
 from megafp8.corpus.readers import Source
@@ -73,7 +73,7 @@ class Planner:
 
     def tokenizer_task(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> Task:
         """Training, on what the tasks of `sample` have found."""
-        settings = to_dict(self._config.tokenizer)
+        settings = tokenizer_values(self._config)
         del settings["path"]
         inputs = tuple(task.output(record, TEXTS) for task, record in zip(tasks, records))
         values = {"tokenizer": settings, "seed": self._config.split.seed}

@@ -21,6 +21,7 @@ from megafp8.core.errors import DataError
 from megafp8.core.jsonio import write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
+from megafp8.corpus import tokenizer_check
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.figures import Figures
 from megafp8.corpus.global_steps import deduplicate, segments
@@ -119,6 +120,7 @@ class _Run:
     quarantine: list[Path] = field(default_factory=list)
     dropped: list[Path] = field(default_factory=list)
     checksums: dict[str, Any] = field(default_factory=dict)
+    tokenizer_report: dict[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> _Run:
         self.root = self.folder / places.STAGES
@@ -151,6 +153,7 @@ class _Run:
             self.totals = Totals.from_json(manifest["counts"])
             self.totals.judge_read(self.config, self.folder / places.QUARANTINE)
             self.totals.judge_splits(self.config)
+            tokenizer_check.judge(self.folder, manifest["tokenizer_report"], self.config)
             return manifest
         event(_log, "making the corpus again", because=reason)
         return {}
@@ -164,8 +167,8 @@ class _Run:
 
     def make(self) -> dict[str, Any]:
         """Everything that `finished` did not find."""
-        if self.config.tokenizer.path:
-            load_tokenizer(self.config.tokenizer.path)  # before the work, not behind it
+        if path := self.config.tokenizer.path:  # before the work, not behind it
+            tokenizer_check.probe(path, load_tokenizer(path), self.config.tokenizer.max_lossy_share)
         views = self.read()
         spec, tokenizer = self.tokenizer(views)
         written, records = self.write(self.tokenize(views, spec, tokenizer), tokenizer)
@@ -193,6 +196,8 @@ class _Run:
                 self._collect(task, record)
         self._judge_read()
         views = self.planner.views(tasks, records)
+        if path := self.config.tokenizer.path:  # a tokenizer that is of no use is found before the global steps
+            self.check(views, path, load_tokenizer(path))
         for segment in segments(self.config.steps)[1:]:
             views, mapped, clusters = deduplicate(self.stages, segment, views, self.config)
             self.figures.clusters |= clusters
@@ -256,7 +261,17 @@ class _Run:
                 **record["counts"],
             },
         )
+        self.check(views, str(made), tokenizer)
         return str(made), tokenizer
+
+    def check(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> None:
+        """Does the text come back from the tokenizer? With figures for the manifest."""
+        self.stages.stop_if_failed()
+        tasks = tokenizer_check.check_tasks(views, spec, tokenizer.fingerprint, self.config.split.seed)
+        records = self.stages.run("checking the tokenizer", tasks)
+        self.stages.stop_if_failed()
+        self.tokenizer_report = tokenizer_check.figures(records)
+        tokenizer_check.judge(spec, self.tokenizer_report, self.config)
 
     def tokenize(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> list[tuple[Task, dict[str, Any]]]:
         """The pieces of both splits, judged."""
@@ -324,6 +339,7 @@ class _Run:
             "inputs": places.inputs_record(self.source.files, self.checksums),
             "outputs": {name: (self.folder / name).stat().st_size for name in names},
             "tokenizer": identity(tokenizer),
+            "tokenizer_report": self.tokenizer_report,
             "unigram_entropy_nats": train["unigram_entropy_nats"],
             "bytes_per_token": train["bytes_per_token"],
             "counts": self.totals.to_json(),

@@ -30,7 +30,12 @@ _BATCH_DOCUMENTS = 1024
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(spec: str, fingerprint: str) -> Tokenizer:
+def task_tokenizer(spec: str, fingerprint: str) -> Tokenizer:
+    """The tokenizer of a task, with its faster encoder where there is one.
+
+    Raises:
+        DataError: it is not the one that the task was made for.
+    """
     tokenizer = load_tokenizer(spec)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{spec}: changed while the corpus was being tokenized; run the same command again")
@@ -39,7 +44,7 @@ def _tokenizer(spec: str, fingerprint: str) -> Tokenizer:
 
 def run(work: Work) -> dict[str, Any]:
     """`splits`: documents, tokens, text_bytes, languages, sources of each; `encoder`: what made the ids."""
-    tokenizer = _tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
+    tokenizer = task_tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
     if isinstance(tokenizer, FastTokenizer):
         try:
             return _encode(work, tokenizer) | {"encoder": tokenizer.engine_name}

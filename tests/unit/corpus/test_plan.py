@@ -20,8 +20,8 @@ def test_plan_before_and_after(config: Callable, tmp_path: Path, text: Path) -> 
     before = make_plan(made)
     assert not (tmp_path / "out").exists()
     stages = [row.stage for row in before.rows]
-    assert stages == ["split", "read", "sample", "tokenizer", "tokenize", "write"]
-    assert [row.is_exact for row in before.rows] == [True, *[False] * 5] and before.seconds > 0
+    assert stages == ["split", "read", "sample", "tokenizer", "check", "tokenize", "write"]
+    assert [row.is_exact for row in before.rows] == [True, *[False] * 6] and before.seconds > 0
     preprocess(made)
     after = make_plan(made)
     assert all(row.is_exact and row.done == row.tasks for row in after.rows) and after.seconds == 0

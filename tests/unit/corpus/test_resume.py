@@ -139,7 +139,7 @@ def test_dead_worker_costs_one_attempt(
     log = [json.loads(line) for line in (tmp_path / "out" / "stages" / "log.jsonl").read_text().splitlines()]
     again = [entry for entry in log if entry["event"] == "tried again"]
     assert len(again) == len(deaths) and all("died by signal 9" in entry["message"] for entry in again)
-    assert {entry["stage"] for entry in log} == {"split", "read", "sample", "tokenizer", "tokenize", "write"}
+    assert {entry["stage"] for entry in log} == {"split", "read", "sample", "tokenizer", "check", "tokenize", "write"}
 
 
 def test_workers_that_die_unseen_lose_no_task(

@@ -129,7 +129,7 @@ def test_added_files_cost_only_themselves(contents: Callable, config: Callable, 
     (text / "part-2.jsonl").write_text("".join(f'{{"text": "new {i}"}}\n' for i in range(100)))
     preprocess(config(**settings))
     entries = [json.loads(line) for line in log.read_text().splitlines()[before:]]
-    assert [entry["stage"] for entry in entries if entry["stage"] != "write"] == ["read", "tokenize"]
+    assert [entry["stage"] for entry in entries if entry["stage"] != "write"] == ["read", "check", "tokenize"]
     preprocess(config("fresh", **settings))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
     before = len(log.read_text().splitlines())

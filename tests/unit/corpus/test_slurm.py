@@ -84,7 +84,7 @@ def test_same_bytes_as_here(
 ) -> None:
     preprocess(made(config, "out", tmp_path))
     assert contents(tmp_path / "out") == whole
-    assert cluster.calls.count("sbatch") == 4 and "scancel" in cluster.calls, "split, read, tokenize, write"
+    assert cluster.calls.count("sbatch") == 5 and "scancel" in cluster.calls, "split, read, check, tokenize, write"
 
 
 @pytest.mark.parametrize(

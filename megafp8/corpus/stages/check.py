@@ -1,0 +1,29 @@
+"""A sample of a part, encoded and decoded: does its text come back, and how many tokens does each language take?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megafp8.corpus.documents import Document, text_hash
+from megafp8.corpus.fertility import Fertility
+from megafp8.corpus.parts import read_view
+from megafp8.corpus.stages.tokenize import task_tokenizer
+from megafp8.corpus.tasks import Work
+
+VERSION = 1
+
+
+def run(work: Work) -> dict[str, Any]:
+    """`languages`: counts of `fertility.Counts` by language; `first_loss`."""
+    tokenizer = task_tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
+    found = Fertility(tokenizer.vocab_size)
+    found.measure(tokenizer, _sample(work))
+    return found.to_json()
+
+
+def _sample(work: Work) -> Iterator[Document]:
+    """The part's first document and those whose hash is below the limit."""
+    for row, document, _ in read_view(work):
+        if not row or text_hash(document.text, work.values["seed"]) < work.values["limit"]:
+            yield document
