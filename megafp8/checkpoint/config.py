@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,3 +21,29 @@ class CheckpointConfig:
     change_precision: Annotated[
         bool, Field(description="go on though [precision] or the moments' dtypes are others than the run began with")
     ] = False
+    load_from: Annotated[
+        str,
+        Field(
+            description="a checkpoint, a run's folder or a Hugging Face folder that a new run begins from; empty = no"
+        ),
+    ] = ""
+    load_what: Annotated[
+        Literal["weights", "optimizer", "run"],
+        Field(description="of load_from: the weights; and the optimizer's moments; or all, to go on at its step"),
+    ] = "weights"
+    load_only: Annotated[
+        tuple[str, ...],
+        Field(description='patterns (*, ?, [...]) of parameters that are taken, e.g. "layers.*"; [] = all'),
+    ] = ()
+    change_model: Annotated[
+        bool, Field(description="take weights of load_from though tokenizer or rope, norm and routing keys are others")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if not self.load_from and (self.load_only or self.load_what != "weights"):
+            raise ValueError("load_what and load_only are of load_from, which is empty; name a checkpoint there")
+        if self.load_only and self.load_what != "weights":
+            raise ValueError(
+                f'load_only with load_what = "{self.load_what}": moments and position are of a whole model; '
+                'nearest: load_what = "weights"'
+            )

@@ -8,7 +8,7 @@ process groups even on one process, and can only cut a tensor evenly.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,14 +86,21 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """The default planner over Shards; differences to the checkpoint are collected and refused as one.
 
-    With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint, save those whose names
-    start with `optional`; else what is on one side only is left alone. Shapes must always agree, and dtypes, save
-    floating ones of names that start with `converted`.
+    With `strict`, the tensors that all ranks ask for must be exactly those of the checkpoint that `among` names (None:
+    all), save those whose names start with `optional`; else what is on one side only is left alone. Shapes must always
+    agree, and dtypes, save floating ones of names that start with `converted`.
     """
 
-    def __init__(self, *, strict: bool, optional: str = "", converted: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool,
+        optional: str = "",
+        converted: str | None = None,
+        among: Callable[[str], bool] | None = None,
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
-        self.strict, self.optional, self.converted = strict, optional, converted
+        self.strict, self.optional, self.converted, self.among = strict, optional, converted, among
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -127,6 +134,8 @@ class LoadPlanner(DefaultLoadPlanner):
         stored, asked = set(self.metadata.state_dict_metadata), set().union(*(p.planner_data[0] for p in plans))
         problems = sorted({problem for plan in plans for problem in plan.planner_data[1]})
         if self.strict:
+            if self.among is not None:
+                stored = set(filter(self.among, stored))
             if self.optional:
                 stored, asked = ({n for n in names if not n.startswith(self.optional)} for names in (stored, asked))
             problems += [f"{name} is not in the checkpoint" for name in sorted(asked - stored)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def load(
     strict: bool = True,
     optional: str = "",
     converted: str | None = None,
+    among: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint folder `path`; collective. Returns its `meta`.
 
@@ -50,6 +51,7 @@ def load(
         strict: the names over all ranks must be those of the checkpoint; else what is on one side only is left alone.
         optional: names that start so may be on one side only all the same.
         converted: names that start so may be of another floating dtype in the checkpoint: values are rounded.
+        among: names in the checkpoint for which it is false are left alone.
 
     Raises:
         CheckpointError: missing, incomplete, damaged (names the file), or names, shapes, dtypes differ (listed),
@@ -65,7 +67,7 @@ def load(
             dcp.load(
                 shards(tensors, layouts, mesh),
                 storage_reader=reader,
-                planner=LoadPlanner(strict=strict, optional=optional, converted=converted),
+                planner=LoadPlanner(strict=strict, optional=optional, converted=converted, among=among),
                 no_dist=mesh.world == 1,
             )
     except CheckpointException as error:

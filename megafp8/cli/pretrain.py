@@ -43,16 +43,27 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed; nearest: 1")
     if args.nproc and "RANK" not in os.environ:
         from megafp8.train.folder import is_finished, refuse_other
+        from megafp8.train.load_check import refuse_unfit
         from megafp8.train.local_ranks import run_ranks
 
         refuse_broken(config, args.nproc)
         refuse_other(config)
+        refuse_unfit(config)
         if is_finished(config):
             print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
             return 0
         words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
         return run_ranks(words, world=args.nproc)
     return _be_a_rank(config, args.debug)
+
+
+def _opener(config: object) -> object:
+    """How a foreign folder is read, if there is one to be read."""
+    if not config.checkpoint.load_from:  # type: ignore[attr-defined]
+        return None
+    from megafp8.convert.hf_source import open_source
+
+    return open_source
 
 
 def _be_a_rank(config: object, debug: bool) -> int:
@@ -63,7 +74,7 @@ def _be_a_rank(config: object, debug: bool) -> int:
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     log.set_up(rank=rank)
     try:
-        return train(config).exit_code  # type: ignore[arg-type]
+        return train(config, _opener(config)).exit_code  # type: ignore[arg-type]
     except MegaError as error:
         if rank == 0:
             raise

@@ -28,6 +28,7 @@ from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.progress import StepBar
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
@@ -49,8 +50,11 @@ class RunResult:
     checkpoint: Path | None
 
 
-def train(config: RunConfig) -> RunResult:
+def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResult:
     """Run or resume a run to its end; collective over all ranks.
+
+    Args:
+        open_foreign: how a Hugging Face folder in `checkpoint.load_from` is read.
 
     Raises:
         MegaError: see `megafp8.core.errors`; nothing half-written stays behind.
@@ -68,7 +72,7 @@ def train(config: RunConfig) -> RunResult:
             log.set_up(rank=mesh.rank)
         # rank 0 has accepted the folder before any other rank looks into it
         all_reduce_(torch.zeros(1), mesh.group_of(("pp", "dp", "cp", "tp")))
-        return Run(build_parts(config, mesh, device), stop).go()
+        return Run(build_parts(config, mesh, device), stop, open_foreign).go()
     finally:
         shutdown()
         lock.release()
@@ -80,6 +84,7 @@ class Run:
 
     parts: Parts
     stop: StopRequest
+    open_foreign: OpenForeign | None = None
     step: int = 0
     loss: float = float("nan")
     evals: tuple[EvalResult, ...] = ()
@@ -112,6 +117,8 @@ class Run:
         found = load_newest_run(parts)
         if found is not None:
             self.saved, self.step = found[0], found[1]["step"]
+        elif (begun := begin_from(parts, self.open_foreign)) is not None:
+            self.step = begun[1]["step"]
         if self.rank0:
             totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
             self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megafp8.checkpoint import latest, load_newest, read_meta, save
+from megafp8.checkpoint import latest, load, load_newest, read_meta, save
 from megafp8.checkpoint.manifest import MismatchError
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, DataError
@@ -126,14 +127,30 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
         CheckpointError: none is intact, or the newest is of another architecture or tokenizer, or lacks FP8 state that
             its own configuration asks for.
     """
-    tensors, layouts = tensors_of(parts)
     root = parts.config.dir / "checkpoints"
-    asked = asked_as_stored(tensors, latest(root))
+    return _load_state(parts, latest(root), partial(load_newest, root))
+
+
+def load_run(parts: Parts, path: Path) -> tuple[Path, dict[str, Any]]:
+    """Fill this run from the checkpoint `path`, of any run and mesh, all of it; collective.
+
+    Raises:
+        CheckpointError, DataError: as `load_newest_run`; missing or damaged, too.
+    """
+    found = _load_state(parts, path, lambda *args, **options: (path, load(path, *args, **options)))
+    assert found is not None
+    return found
+
+
+def _load_state(parts: Parts, newest: Path | None, read: Callable[..., Any]) -> tuple[Path, dict[str, Any]] | None:
+    """What `read` finds, all of it into the run; `newest`: what that will probably be."""
+    tensors, layouts = tensors_of(parts)
+    asked = asked_as_stored(tensors, newest)
     layouts |= {name: Layout(tuple(t.shape)) for name, t in asked.items() if t is not tensors[name]}
     try:
-        found = load_newest(root, asked, layouts, parts.mesh, optional=PREFIX, converted=_MOMENTS)
+        found = read(asked, layouts, parts.mesh, optional=PREFIX, converted=_MOMENTS)
     except MismatchError as error:
-        raise _with_sizes(error, latest(root), parts) from error
+        raise _with_sizes(error, newest, parts) from error
     if found is None:
         return None
     path, meta = found

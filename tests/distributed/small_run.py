@@ -36,7 +36,7 @@ def run_config(**sections: Any) -> RunConfig:
         "precision": {"dtype": "fp64"},
         "parallel": {},
     }
-    return build(RunConfig, {name: values | sections.get(name, {}) for name, values in base.items()})
+    return build(RunConfig, {name: base.get(name, {}) | sections.get(name, {}) for name in {**base, **sections}})
 
 
 class Tokens:
