@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 
 HELP = "train a model, or go on where the run folder stands"
 TAKES_OVERRIDES = True
@@ -29,65 +28,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Validate first, then start processes or be one."""
+    """Print, start ranks, or be one."""
     from megafp8.core.errors import ConfigError
-    from megafp8.train.config import load_run_config, refuse_broken
 
-    config = load_run_config(args.config, args.overrides)
     if args.print_config:
         from megafp8.core.config import dump_toml
+        from megafp8.train.config import load_run_config
 
-        sys.stdout.write(dump_toml(config, comments=True))
+        sys.stdout.write(dump_toml(load_run_config(args.config, args.overrides), comments=True))
         return 0
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed; nearest: 1")
     if args.nproc and "RANK" not in os.environ:
-        from megafp8.train.folder import is_finished, refuse_other
-        from megafp8.train.load_check import refuse_unfit
-        from megafp8.train.local_ranks import run_ranks
+        return _start_ranks(args)
+    from megafp8.train.keeper import can_keep, keep
 
-        refuse_broken(config, args.nproc)
-        refuse_other(config)
-        refuse_unfit(config)
-        if is_finished(config):
-            print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
-            return 0
-        words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
-        return run_ranks(words, world=args.nproc)
-    return _be_a_rank(config, args.debug)
+    def rank() -> int:
+        from megafp8.cli.pretrain_rank import be_a_rank
+
+        return be_a_rank(args.config, args.overrides, debug=args.debug)
+
+    return keep(rank, os.environ) if can_keep() else rank()
 
 
-def _opener(config: object) -> object:
-    """How a foreign folder is read, if there is one to be read."""
-    if not config.checkpoint.load_from:  # type: ignore[attr-defined]
-        return None
-    from megafp8.convert.hf_source import open_source
+def _start_ranks(args: argparse.Namespace) -> int:
+    """Validate first, then start processes."""
+    from megafp8.train.config import load_run_config, refuse_broken
+    from megafp8.train.folder import is_finished, refuse_other
+    from megafp8.train.load_check import refuse_unfit
+    from megafp8.train.local_ranks import run_ranks
 
-    return open_source
-
-
-def _be_a_rank(config: object, debug: bool) -> int:
-    from megafp8.core import log
-    from megafp8.core.errors import MegaError
-    from megafp8.train.loop import train
-
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-    log.set_up(rank=rank)
-    try:
-        return train(config, _opener(config)).exit_code  # type: ignore[arg-type]
-    except MegaError as error:
-        if rank == 0:
-            raise
-        # Mostly all ranks fail alike; rank 0 then says it, and the launcher ends this one before it wakes.
-        time.sleep(10)
-        raise type(error)(f"rank {rank}: {error}") from error
-    except RuntimeError as error:
-        if "Timed out waiting" in str(error) and not debug:  # gloo's words
-            silent = "a peer was silent for train.timeout_seconds, stopping"
-            print(f"megafp8 pretrain: rank {rank}: {silent}", file=sys.stderr)
-            return 1
-        # a peer that died first has already said why; this rank only adds that its connection is gone
-        if debug or not any(text in str(error) for text in ("closed by peer", "Connection reset")):
-            raise
-        print(f"megafp8 pretrain: rank {rank}: lost its peer, stopping", file=sys.stderr)
-        return 1
+    config = load_run_config(args.config, args.overrides)
+    refuse_broken(config, args.nproc)
+    refuse_other(config)
+    refuse_unfit(config)
+    if is_finished(config):
+        print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
+        return 0
+    words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
+    return run_ranks(words, world=args.nproc)

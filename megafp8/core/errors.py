@@ -7,7 +7,12 @@ from __future__ import annotations
 
 EXIT_OK = 0
 EXIT_INTERNAL = 1
+EXIT_CORRUPT = 17  # Megatron-LM's code of a result that failed its validation
+EXIT_HUNG = 70
+EXIT_PEER_LOST = 71
+EXIT_NO_PROGRESS = 72
 EXIT_PREEMPTED = 75  # BSD's EX_TEMPFAIL: saved, run the same command again
+EXIT_STOP_FILE = 76
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, by shell convention
 
 EXIT_CODES: dict[int, str] = {
@@ -16,9 +21,14 @@ EXIT_CODES: dict[int, str] = {
     2: "configuration: wrong key, value or combination",
     3: "data: corpus, tokenizer or dataset missing, broken or not matching",
     4: "checkpoint: missing, broken or not matching",
-    5: "numerics: non-finite loss or gradients beyond the limit",
-    6: "resource: disk full, no permission, folder in use by another process",
+    5: "numerics: losses that are not finite or jump, beyond the limit",
+    6: "resource: disk full, no memory, no permission, no connection, folder in use by another process",
+    EXIT_CORRUPT: "silent corruption: replicas or repeated results differ; nothing was saved after it",
+    EXIT_HUNG: "hung: a rank made no progress for its time-out; every rank's stack is in <run>/hangs",
+    EXIT_PEER_LOST: "another rank ended, see that one's exit code",
+    EXIT_NO_PROGRESS: "no progress: starts in a row ended without a new step or checkpoint",
     EXIT_PREEMPTED: "preempted: a checkpoint was saved, run the same command again to go on",
+    EXIT_STOP_FILE: "stopped by the file <run>/STOP: a checkpoint was saved; remove the file to go on",
     EXIT_INTERRUPTED: "interrupted a second time: stopped at once, the last checkpoint is intact",
 }
 
@@ -48,12 +58,24 @@ class CheckpointError(MegaError):
 
 
 class NumericsError(MegaError):
-    """Non-finite losses or gradients beyond the configured limit."""
+    """Losses or gradients that are not finite, or jump, beyond the configured limit."""
 
     exit_code = 5
 
 
+class CorruptionError(MegaError):
+    """Values that must be equal are not: memory, a chip or a link has changed bits without a word."""
+
+    exit_code = EXIT_CORRUPT
+
+
+class NoProgressError(MegaError):
+    """Starts in a row that ended without a new step."""
+
+    exit_code = EXIT_NO_PROGRESS
+
+
 class ResourceError(MegaError):
-    """The machine refuses: disk full, no permission, a folder in use by another process."""
+    """The machine refuses: disk full, no memory, no permission, no connection, a folder in use by another process."""
 
     exit_code = 6

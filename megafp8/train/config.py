@@ -26,6 +26,7 @@ from megafp8.optim.config import OptimizerConfig
 from megafp8.optim.lr import Schedule
 from megafp8.parallel.mesh_config import ParallelConfig, axis_sizes, check_mesh
 from megafp8.parallel.stages import num_stages, schedule_problems
+from megafp8.train.guard_config import GuardSection
 from megafp8.train.nearest_mesh import changed_axes, nearest_mesh
 
 
@@ -69,7 +70,12 @@ class TrainSection:
         int, Field(ge=0, description="steps in a row that may be skipped for a loss or gradient that is not finite")
     ] = 5
     threads: Annotated[int, Field(ge=0, description="CPU threads a rank; 0 = cores / local ranks")] = 0
-    timeout_seconds: Annotated[int, Field(gt=0, description="after which a silent rank ends the run")] = 600
+    timeout_seconds: Annotated[
+        int, Field(gt=0, description="without progress in a micro-batch, after which a rank counts as hung")
+    ] = 600
+    exit_after_seconds: Annotated[
+        float, Field(ge=0, description="since the start, after which the run saves and ends with code 75; 0 = never")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         problems = ramp_problems(self.global_batch, self.batch_ramp)
@@ -124,6 +130,7 @@ class RunConfig:
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogSection = Field(default_factory=LogSection)
+    guard: GuardSection = Field(default_factory=GuardSection)
 
     @property
     def dir(self) -> Path:
@@ -290,6 +297,15 @@ def schedule_of(config: RunConfig) -> Schedule:
         sequence_length=config.data.sequence_length,
         total_steps=config.train.steps,
     )
+
+
+def section_limits(config: RunConfig) -> dict[str, float]:
+    """Seconds without a sign of life after which a rank counts as hung, by section (`core.heartbeat.SECTIONS`)."""
+    step, setup = config.train.timeout_seconds, config.guard.setup_timeout_seconds
+    first = max(step, setup)
+    save = config.guard.save_timeout_seconds
+    return {"start": setup, "setup": setup, "first step": first, "step": step, "evaluation": step, "save": save,
+            "exit": 60}  # fmt: skip
 
 
 def refuse_broken(config: RunConfig, world: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megafp8.core.errors import DataError
+from megafp8.core.heartbeat import HEART
 from megafp8.data.config import DatasetConfig, dataset_name
 from megafp8.data.loader import IGNORED, Batch, Loader
 from megafp8.data.sources import open_stream
@@ -113,6 +114,7 @@ class _Forward:
         self.batches, self.totals = batches, torch.zeros(2, dtype=torch.float64)
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        HEART.beat()
         batch = self.batches[micro_batch]
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._stages[stage](
             batch.tokens, batch.targets, segment_ids=batch.segment_ids, positions=batch.positions, hidden=hidden

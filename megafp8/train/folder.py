@@ -20,8 +20,8 @@ _FREE = (
     "run.name", "run.dir", "train.steps", "train.micro_batch", "train.eval_interval", "train.eval_samples",
     "train.recompute", "train.recompute_layers", "train.recompute_modules",
     "train.compile", "train.threads", "train.timeout_seconds", "train.max_nonfinite_steps",
-    "train.deterministic", "log", "checkpoint", "parallel", "data.valid", "data.allow_changed_corpus",
-    "optimizer.kernel", "precision.fp8_param_gather",
+    "train.exit_after_seconds", "train.deterministic", "guard", "log", "checkpoint", "parallel",
+    "data.valid", "data.allow_changed_corpus", "optimizer.kernel", "precision.fp8_param_gather",
 )  # fmt: skip
 
 # and with checkpoint.change_precision; its dtype is that of the weights

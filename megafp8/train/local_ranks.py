@@ -11,19 +11,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
-from megafp8.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from megafp8.core.errors import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED, EXIT_STOP_FILE
+from megafp8.train.keeper import LIFELINE
 
 # What the other ranks get once one has failed, by seconds since: the second SIGTERM is the one that a rank obeys at
 # once, and two sent together could arrive as one.
-_AFTER_A_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGTERM), (30.0, signal.SIGKILL))
+_AFTER_A_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
-# The read end of a pipe whose write end only the launcher holds: it ends when the launcher does, however that ends.
-LIFELINE = "MEGAFP8_LIFELINE_FD"
+# Ends that are agreed by all ranks, and one that is another's fault: none of them makes a rank the one that failed.
+_TOGETHER = (0, EXIT_PREEMPTED, EXIT_STOP_FILE)
+_PATIENCE_SECONDS = 2.0  # for the rank that failed, once one has lost its peer
+_HUNG_SECONDS = 15.0  # for all ranks to write down where they stand, once one has seen a hang
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def free_port() -> int:
@@ -49,30 +53,16 @@ def _environment(rank: int, world: int, port: int, threads: int, lifeline: int) 
     }
 
 
-def leave_with_launcher(env: Mapping[str, str]) -> None:
-    """In a rank that `run_ranks` started: end at once when the launcher is gone, so that no orphan holds the folder.
-
-    A checkpoint commits by one rename, so leaving at any moment damages none.
-    """
-    if LIFELINE not in env:
-        return
-    lifeline = int(env[LIFELINE])
-
-    def wait() -> None:
-        os.read(lifeline, 1)  # nobody writes: this returns at the end of the pipe
-        os._exit(EXIT_INTERRUPTED)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
 def run_ranks(words: Sequence[str], *, world: int) -> int:
-    """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the first failing exit code.
+    """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the exit code of the first that failed.
 
     The signals SIGTERM, SIGINT and SIGUSR1 are passed on, SIGHUP as SIGTERM. Ranks that outlive a failed one get
-    SIGTERM twice, and SIGKILL after 30 s. If this process is killed, its ranks stop at once: see `leave_with_launcher`.
+    SIGTERM twice, and SIGKILL after 4 s. If this process is killed, its ranks stop at once: see `keeper`.
     """
     port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
     lifeline, held = os.pipe()
+    # a signal waits until everyone who must know of it can; ranks inherit this and undo it once they listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     ranks = [
         # a session of its own keeps the terminal's Ctrl-C from reaching a rank twice
         subprocess.Popen(
@@ -89,8 +79,8 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    old = {s: signal.signal(s, forward) for s in watched}
+    old = {number: signal.signal(number, forward) for number in _PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     try:
         return _wait(ranks)
     finally:
@@ -104,18 +94,35 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    failed, since = 0, 0.0
+    """Wait for all; once one has failed, end the others. Says which failed first, and returns its code."""
     left = list(_AFTER_A_FAILURE)
+    first: int | None = None
+    seen: float | None = None  # when a first rank was gone too early
+    ending: float | None = None  # when the others were told to go
     while any(process.poll() is None for process in ranks):
-        if not failed:
-            codes = [process.poll() for process in ranks]
-            failed = next((code for code in codes if code not in (None, 0, EXIT_PREEMPTED)), 0) or 0
-            since = time.monotonic()
-        elif left and time.monotonic() - since >= left[0][0]:
+        codes, now = [process.poll() for process in ranks], time.monotonic()
+        if seen is None and any(code is not None and code not in _TOGETHER for code in codes):
+            seen = now
+        first = _first_failed(codes) if first is None else first
+        if seen is not None and ending is None:
+            patience = 0.0 if first is not None else _PATIENCE_SECONDS
+            ending = now if now - seen >= (_HUNG_SECONDS if EXIT_HUNG in codes else patience) else None
+        if ending is not None and left and now - ending >= left[0][0]:
             number = left.pop(0)[1]
             for process in ranks:
                 if process.poll() is None:
                     process.send_signal(number)
         time.sleep(0.05)
-    code = failed or next((process.returncode for process in ranks if process.returncode), 0)
-    return 128 - code if code < 0 else code
+    codes = [process.returncode for process in ranks]
+    first = _first_failed(codes) if first is None else first
+    code = next((code for code in codes if code), 0) or 0 if first is None else codes[first] or 0
+    code = 128 - code if code < 0 else code
+    if first is not None and len(ranks) > 1:
+        sys.stderr.write(f"megafp8 pretrain: rank {first} failed first, with exit code {code}\n")
+    return code
+
+
+def _first_failed(codes: Sequence[int | None]) -> int | None:
+    """The rank that failed by itself, not because another did; None if none has (yet)."""
+    failed = [rank for rank, code in enumerate(codes) if code is not None and code not in (*_TOGETHER, EXIT_PEER_LOST)]
+    return failed[0] if failed else None

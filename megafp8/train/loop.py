@@ -16,6 +16,7 @@ from megafp8.checkpoint import prune
 from megafp8.checkpoint.folders import step_of
 from megafp8.core import log
 from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
+from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
 from megafp8.fp8.recipe import recipe as fp8_recipe
@@ -23,7 +24,7 @@ from megafp8.models.cost import flops_per_token
 from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_, merge_dicts
 from megafp8.parallel.launch import shutdown
-from megafp8.train import folder, metrics
+from megafp8.train import folder, hangs, metrics
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
@@ -59,14 +60,18 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
     Raises:
         MegaError: see `megafp8.core.errors`; nothing half-written stays behind.
     """
-    stop = StopRequest()
-    stop.install()
+    stop = StopRequest(HEART)
+    stop.install(config.guard.stop_signals)
     device, mesh = start_processes(config)
+    HEART.beat("setup")
+    HEART.tell(world=mesh.world)
     lock = RunLock(config.dir)
     try:
         if mesh.rank == 0:
             lock.acquire()
+            HEART.tell(holds_folder=True)
             folder.prepare(config)
+            hangs.clear(config.dir)
             log.set_up(rank=0, file=config.dir / "log.txt")
         else:
             log.set_up(rank=mesh.rank)
@@ -145,6 +150,7 @@ class Run:
     def _one_step(self, bar: StepBar) -> None:
         config, parts = self.parts.config, self.parts
         self.step += 1
+        HEART.beat("step" if self.recent else "first step", self.step)
         samples = parts.loader.consumed_samples + parts.loader.global_batch
         rate = self.learning_rate(step=self.step, consumed_samples=samples)
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
@@ -245,6 +251,7 @@ class Run:
         self.writer.write("moe", self.step, **load_fields(loads))
 
     def _evaluate(self) -> None:
+        HEART.beat("evaluation")
         self.evals = tuple(self.evaluate())
         for result in self.evals:
             values: dict[str, Any] = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
@@ -254,6 +261,7 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint, then remove those that retention does not keep; collective."""
         config = self.parts.config
+        HEART.beat("save")
         self.writer.flush()
         start = time.perf_counter()
         self.saved = save_run(self.parts, self.step, {"productive_seconds": self.productive_seconds})

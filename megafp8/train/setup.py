@@ -6,6 +6,7 @@ The environment is read here and nowhere else.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 
 from megafp8 import __version__
 from megafp8.core.errors import ConfigError
+from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
 from megafp8.core.rng import seed_for
 from megafp8.data.blend import Blend
@@ -41,8 +43,7 @@ from megafp8.parallel.launch import init_distributed, read_launch
 from megafp8.parallel.mesh import Mesh, build_mesh
 from megafp8.parallel.pipeline import Pipeline
 from megafp8.parallel.schedules import make_schedule
-from megafp8.train.config import RunConfig, batches_of, refuse_broken
-from megafp8.train.local_ranks import leave_with_launcher
+from megafp8.train.config import RunConfig, batches_of, refuse_broken, section_limits
 
 logger = get_logger(__name__)
 
@@ -104,10 +105,9 @@ class Parts:
 def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
     """Join the other ranks and set threads, determinism and device."""
     env = dict(os.environ)
-    leave_with_launcher(env)
     on_gpu = torch.cuda.is_available()
     refuse_broken(config, read_launch(env).world)
-    info = init_distributed("cuda" if on_gpu else "cpu", env, timeout_seconds=config.train.timeout_seconds)
+    info = init_distributed("cuda" if on_gpu else "cpu", env, timeout_seconds=silence_seconds(config))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     elif not on_gpu and "OMP_NUM_THREADS" not in env:
@@ -127,8 +127,14 @@ def make_mesh(config: RunConfig, world: int) -> Mesh:
         world,
         kv_heads=model.num_kv_heads,
         tied_embeddings=model.tied_embeddings,
-        timeout_seconds=config.train.timeout_seconds,
+        timeout_seconds=silence_seconds(config),
     )
+
+
+def silence_seconds(config: RunConfig) -> int:
+    """After which a collective gives up: later than keepers do, for they can say why; at once where there are none."""
+    longest = max(section_limits(config).values()) if HEART.kept else config.train.timeout_seconds
+    return math.ceil(longest) + (60 if HEART.kept else 0)
 
 
 def build_parts(config: RunConfig, mesh: Mesh, device: torch.device) -> Parts:

@@ -1,32 +1,43 @@
-"""Signals: a flag that all ranks agree on at the end of a step; the second signal stops at once."""
+"""Signals of a rank: counted in the heartbeat; all ranks agree on them at the end of a step."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from megafp8.core.errors import EXIT_INTERRUPTED
+from megafp8.core.heartbeat import Heartbeat
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 class StopRequest:
-    """Set by SIGTERM, SIGUSR1 (Slurm's --signal) or SIGINT; read once a step."""
+    """Set by SIGTERM, SIGUSR1 (Slurm's --signal) or SIGINT, of this process or of its keeper; read once a step."""
 
-    def __init__(self) -> None:
-        self.received: str = ""
+    def __init__(self, heart: Heartbeat) -> None:
+        self._heart = heart
 
-    def install(self) -> None:
-        """Take the handlers over; call it on the main thread."""
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
+    @property
+    def received(self) -> str:
+        """The name of the signal, empty if there was none."""
+        heart = self._heart
+        return signal.Signals(heart.stop_signal).name if heart.stops else ""
+
+    def install(self, names: Sequence[str] = STOP_SIGNALS) -> None:
+        """Take the handlers of these signals over and let others have their default; call it on the main thread."""
+        for name in STOP_SIGNALS:
+            signal.signal(getattr(signal, name), self._handle if name in names else signal.SIG_DFL)
+        # whoever started this process may have held them back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in STOP_SIGNALS])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number != signal.SIGUSR1:
+        # USR1 is a warning before the end that TERM announces: it never counts as the user insisting
+        if self._heart.stops and number == signal.SIGUSR1:
+            return
+        self._heart.ask_to_stop(number, own=True)
+        if self._heart.stops > 1 and not self._heart.kept:
             # The user insists. A checkpoint commits by one rename, so leaving here damages none.
             os.write(2, b"megafp8: second signal, stopping at once; the last checkpoint is intact\n")
-            sys.stderr.flush()
             os._exit(EXIT_INTERRUPTED)
-        self.received = signal.Signals(number).name

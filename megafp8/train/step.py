@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from megafp8.core.heartbeat import HEART
 from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
 from megafp8.fp8.linear import begin_step as begin_fp8_step
@@ -131,6 +132,7 @@ class Passes:
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """One micro-batch through one stage: hidden states, or the scaled loss."""
+        HEART.beat()
         batch, model = self.batches[micro_batch], self._stages[stage]
         if self.watch is not None:
             self.watch.begin(stage, micro_batch)
@@ -158,6 +160,7 @@ class Passes:
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """The scales of this stage's FP8 tensors follow each micro-batch."""
+        HEART.beat()
         sharing = self.parts.mesh.group_of(self.parts.config.precision.amax_axes)
         update_states(self._stages[stage].fp8_states.values(), sharing)
 
