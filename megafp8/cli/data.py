@@ -1,4 +1,4 @@
-"""`megafp8 data verify|peek|stats PREFIX`: look into token files."""
+"""`megafp8 data verify|peek|stats PREFIX`, `report FOLDER`: look into token files, and into what became of a text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from megafp8.data.indexed import IndexedDataset
     from megafp8.data.tokenizer import Tokenizer
 
-HELP = "verify, look into and count .bin/.idx token files"
+HELP = "verify, look into, count .bin/.idx token files; the page of a corpus"
 EPILOG = """examples:
   megafp8 data verify runs/tiny/corpus/train          every byte against the checksums (exit code 3 if not)
   megafp8 data peek runs/tiny/corpus/train --documents 3
   megafp8 data stats runs/tiny/corpus/train --json
+  megafp8 data report runs/tiny/corpus                 report.html again, from what the folder holds
 """
 
 
@@ -38,8 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--json", action="store_true", help="as JSON")
 
 
+    report = actions.add_parser("report", help="write a corpus's report.html again", allow_abbrev=False)
+    report.add_argument("folder", help="output folder of `megafp8 preprocess`")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Do one of the three."""
+    """Do one of them."""
+    if args.action == "report":
+        from megafp8.report import build_corpus
+
+        print(build_corpus(args.folder))
+        return 0
     from megafp8.data.indexed import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)

@@ -14,7 +14,8 @@ EPILOG = """examples:
   megafp8 preprocess corpus.toml --source.files '["/data/part-*.jsonl.zst"]' --tokenizer.path /data/tokenizer.model
 
 Called again it does nothing if all is done, and goes on where it was stopped. Bad records are listed in
-quarantine.jsonl in the output folder. All keys with their meaning: docs/corpus.md.
+quarantine.jsonl in the output folder; report.html there shows what became of everything. All keys with their meaning:
+docs/corpus.md.
 """
 TAKES_OVERRIDES = True
 
@@ -30,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
     from megafp8.core.config import apply_overrides, build, load_toml
     from megafp8.core.log import set_up
     from megafp8.corpus.config import CorpusConfig
+    from megafp8.corpus.folder import REPORT
     from megafp8.corpus.plan import make_plan
     from megafp8.corpus.run import preprocess
+    from megafp8.report import build_corpus
 
     set_up()
     config = build(CorpusConfig, apply_overrides(load_toml(args.config), args.overrides))
@@ -41,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     counts = result.manifest["counts"]
     if result.was_done:
         print(f"{result.folder}: already done, nothing to do")
+    if not (result.was_done and (result.folder / REPORT).is_file()):
+        build_corpus(result.folder, None if result.was_done else result.rates)
     for name in ("train", "valid"):
         split = counts["splits"][name]
         print(
@@ -55,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"step {step} dropped {sum(reasons.values()):,} documents: {shown}")
     if counts["num_bad"]:
         print(f"{counts['num_bad']:,} bad records are listed in {result.folder / 'quarantine.jsonl'}")
+    print(f"report: {result.folder / REPORT}")
     return 0
 
 

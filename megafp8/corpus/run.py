@@ -30,6 +30,7 @@ from megafp8.corpus.mapping import DROPPED
 from megafp8.corpus.parts import EMPTY_LINES, View
 from megafp8.corpus.planning import Planner
 from megafp8.corpus.quarantine import BAD
+from megafp8.corpus.rates import stage_rates
 from megafp8.corpus.readers import Source
 from megafp8.corpus.stage_run import StageRun, open_executor
 from megafp8.corpus.stages.tokenizer import MODEL
@@ -44,11 +45,12 @@ _TOKENIZER_KIND = "megafp8-tokenizer"
 
 @dataclass(frozen=True)
 class Result:
-    """What `preprocess` left: the manifest, and whether it had to do anything."""
+    """What `preprocess` left: the manifest, whether it had to do anything, and how fast it was (`stage_rates`)."""
 
     folder: Path
     manifest: dict[str, Any]
     was_done: bool
+    rates: list[dict[str, Any]] = field(default_factory=list)
 
 
 def preprocess(config: CorpusConfig) -> Result:
@@ -70,7 +72,7 @@ def preprocess(config: CorpusConfig) -> Result:
             event(_log, "already done: same configuration and inputs, nothing to do", folder=folder)
             return Result(folder, manifest, True)
         with run:
-            return Result(folder, run.make(), False)
+            return Result(folder, run.make(), False, run.rates)
 
 
 def train_into(config: CorpusConfig, folder: Path) -> str:
@@ -117,6 +119,7 @@ class _Run:
     folder: Path
     totals: Totals = field(default_factory=Totals)
     figures: Figures = field(default_factory=Figures)
+    rates: list[dict[str, Any]] = field(default_factory=list)
     quarantine: list[Path] = field(default_factory=list)
     dropped: list[Path] = field(default_factory=list)
     checksums: dict[str, Any] = field(default_factory=dict)
@@ -316,6 +319,7 @@ class _Run:
         write_json(self.folder / places.FIGURES, self.figures.to_json())
         manifest = self._manifest(tokenizer)
         write_json(self.folder / places.MANIFEST, manifest)
+        self.rates = stage_rates(self.root)
         if self.config.output.keep_stages:
             sweep(self.root, self.stages.tasks)
         else:
