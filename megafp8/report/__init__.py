@@ -1,22 +1,19 @@
-"""Floor 6: one HTML page out of run folders, or of a corpus. It reads what runs left and starts nothing.
+"""Floor 6: one HTML page out of run folders, or of a corpus. It reads what they hold and starts nothing.
 
-The pages are loaded when they are asked for: that of runs draws with matplotlib, which takes a second to load.
+The pages are fetched when first named: that of runs draws with matplotlib, which takes a second to load.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megafp8.report.corpus_page import build_corpus as build_corpus
-    from megafp8.report.page import build as build
-    from megafp8.report.page import summary as summary
+    from megafp8.report.corpus_page import build_corpus
+    from megafp8.report.page import build, summary
 
-_PAGES = {"build": "page", "summary": "page", "build_corpus": "corpus_page"}
+__all__ = ["build", "build_corpus", "summary"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PAGES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(f"megafp8.report.{_PAGES[name]}"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.{'corpus_page' if name == 'build_corpus' else 'page'}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
