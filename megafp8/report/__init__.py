@@ -15,5 +15,6 @@ __all__ = ["build", "build_corpus", "summary"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{'corpus_page' if name == 'build_corpus' else 'page'}"), name)
+        page = "corpus_page" if name == "build_corpus" else "page"
+        return getattr(importlib.import_module(f"{__name__}.{page}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
