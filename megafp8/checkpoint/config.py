@@ -18,6 +18,14 @@ class CheckpointConfig:
     keep_every: Annotated[
         int, Field(ge=0, description="also keep checkpoints whose step is a multiple of this for ever; 0 = none")
     ] = 0
+    asynchronous: Annotated[
+        bool,
+        Field(description="save from a copy in host memory, by a process beside each rank, while training goes on"),
+    ] = False
+    write_threads: Annotated[int, Field(ge=1, le=64, description="files that a rank writes at once")] = 2
+    max_failed_saves: Annotated[
+        int, Field(ge=0, description="saves in a row that may fail before the run stops; the last one may not")
+    ] = 0
     change_precision: Annotated[
         bool, Field(description="go on though [precision] or the moments' dtypes are others than the run began with")
     ] = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,21 @@ class Manifest:
     def bytes(self) -> int:
         """Size of all piece files in bytes."""
         return sum(file.bytes for file in self.files.values())
+
+
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor, both global
+
+
+def gathered(
+    step: int,
+    meta: dict[str, Any],
+    files: Mapping[str, PieceFile],
+    pieces: Mapping[str, Sequence[Piece]],
+    kinds: Kinds,
+) -> Manifest:
+    """The manifest of what all ranks together have written: `pieces` by the name of their tensor."""
+    tensors = {name: TensorEntry(dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
+    return Manifest(step, meta, dict(sorted(files.items())), tensors)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -1,15 +1,11 @@
-"""Piece files: safetensors written as a stream with checksums, and single pieces read back and checked.
+"""Piece files as they are read: single pieces, each checked. piece_output writes them.
 
-The safetensors library writes neither fsync nor checksums, hence the few lines here; any safetensors reader opens the
-files. Nothing here knows ranks, plans or manifests.
+Nothing here knows ranks, plans or manifests.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,69 +20,11 @@ DTYPE_NAMES = {
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-_FILE_MODE = 0o640  # checkpoints are the group's business, not the world's; umask may take more away
 
-
-@dataclass(frozen=True)
-class Box:
-    """One piece to be written: where it lies in its tensor, and how to get its bytes when its turn comes."""
-
-    key: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    fetch: Callable[[], torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.sizes).numel() * self.dtype.itemsize
-
-
-def header_of(boxes: Sequence[Box]) -> bytes:
-    """The safetensors header of a file that holds `boxes` in this order: 8 bytes of length, then JSON."""
-    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for box in boxes:
-        start, end = end, end + box.bytes
-        entries[box.key] = {"dtype": DTYPE_NAMES[box.dtype], "shape": box.sizes, "data_offsets": (start, end)}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_piece_file(path: Path, boxes: Sequence[Box]) -> tuple[PieceFile, list[Piece]]:
-    """Write `boxes`, one tensor at a time in memory, and make the file durable.
-
-    Raises:
-        OSError: whatever the system says.
-    """
-    header = header_of(boxes)
-    whole, end, pieces = checksum(header), len(header), []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
-    with os.fdopen(fd, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
-        for box in boxes:
-            data = _bytes_of(box.fetch(), box)
-            _write_all(file.fileno(), data)
-            whole.update(data)
-            digest = checksum(data).hexdigest()
-            pieces.append(Piece(path.name, box.key, box.offsets, box.sizes, end, box.bytes, digest))
-            end += box.bytes
-        os.fsync(file.fileno())
-    return PieceFile(end, whole.hexdigest(), len(header), checksum(header).hexdigest()), pieces
-
-
-def _bytes_of(tensor: torch.Tensor, box: Box) -> memoryview:
-    tensor = tensor.detach().cpu().contiguous()
-    assert tuple(tensor.shape) == box.sizes and tensor.dtype == box.dtype, f"{box.key} changed since it was planned"
-    # view(uint8) of a 0-dim tensor is refused, hence reshape first.
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:  # one write takes at most 2 GiB, and may take less
-        data = data[os.write(fd, data[: 1 << 30]) :]
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes row-major, on the CPU; a view of it where it lies so already."""
+    # view(uint8) of a 0-dim tensor is refused, hence reshape first
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def check_header(file: BinaryIO, entry: PieceFile, name: Path) -> None:

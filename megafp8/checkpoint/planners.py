@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megafp8.checkpoint.manifest import MismatchError
+from megafp8.checkpoint.ranks import Ranks
 from megafp8.core.layout import AxisSizes, Layout
 
 _SHOWN = 40  # differences listed; those of tensors whose names differ in numbers only are one
@@ -81,6 +83,27 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor to be written."""
         return self.state_dict[index.fqn].local
+
+
+def plan_save(state: dict[str, Shard], mesh: Ranks) -> tuple[list[WriteItem], Metadata, list[WriteItem]]:
+    """Share the pieces of all ranks out, each to one; collective.
+
+    Returns:
+        this rank's pieces; on rank 0 also what all tensors are, and the pieces of all ranks.
+    """
+    planner = SavePlanner()
+    planner.set_up_planner(state, is_coordinator=mesh.rank == 0)
+    local = planner.create_local_plan()
+    plans: list[Any] = [local] * mesh.world
+    if mesh.world > 1:
+        dist.gather_object(local, plans if mesh.rank == 0 else None)
+    metadata, pieces, mine = Metadata({}), [], [local]
+    if mesh.rank == 0:
+        plans, metadata = planner.create_global_plan(plans)
+        pieces, mine = [item for plan in plans for item in plan.items], plans[:1]
+    if mesh.world > 1:
+        dist.scatter_object_list(mine, plans if mesh.rank == 0 else None)
+    return planner.finish_plan(mine[0]).items, metadata, pieces
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -18,8 +18,8 @@ from megafp8.checkpoint.failures import house_error
 from megafp8.checkpoint.folders import DAMAGED, candidates, check, damaged, set_aside
 from megafp8.checkpoint.manifest import MismatchError, UnreadableError, read_manifest
 from megafp8.checkpoint.planners import LoadPlanner, shards
+from megafp8.checkpoint.ranks import Ranks
 from megafp8.checkpoint.storage_reader import FolderReader, PieceReader
-from megafp8.checkpoint.write import Ranks
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,27 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megafp8.checkpoint.failures import house_error
 from megafp8.checkpoint.folders import step_name
 from megafp8.checkpoint.planners import SavePlanner, shards
+from megafp8.checkpoint.ranks import Ranks
 from megafp8.checkpoint.storage_writer import FolderWriter
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
 
 _log = get_logger(__name__)
-
-
-class Ranks(Protocol):
-    """What saving and loading ask of a mesh."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    def size(self, axis: str) -> int: ...
-
-    def coord(self, axis: str) -> int: ...
-
-    def place(self, axes: tuple[str, ...]) -> tuple[int, int]: ...
 
 
 def save(
@@ -46,6 +31,8 @@ def save(
     layouts: Mapping[str, Layout],
     mesh: Ranks,
     meta: dict[str, Any],
+    *,
+    threads: int = 1,
 ) -> Path:
     """Write `<root>/step_<step>`; collective, and on return the checkpoint is durable.
 
@@ -54,6 +41,7 @@ def save(
         layouts: their Layouts; a tensor without one is whole and equal on every rank. Replicas are written once.
         mesh: its ranks are those of torch.distributed; at world 1 that need not be initialised.
         meta: JSON for `read_meta` and `load`.
+        threads: files that each rank writes at once.
 
     Raises:
         ResourceError: no space (told before anything is written where it can be known), no permission.
@@ -63,7 +51,7 @@ def save(
     json.dumps(meta)  # a value that is no JSON fails here, on every rank, before anything is written
     start = time.monotonic()
     root = Path(root)
-    writer = FolderWriter(root, step, meta)
+    writer = FolderWriter(root, step, meta, threads)
     try:
         with warnings.catch_warnings():  # the one process that is meant is announced as a surprise
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -77,6 +65,11 @@ def save(
         writer.discard()
         raise house_error(error, root) from error
     path = root / step_name(step)
-    seconds = time.monotonic() - start
-    event(_log, "checkpoint saved", step=step, path=path, seconds=seconds)
+    log_saved(step, path, writer.bytes, time.monotonic() - start)
     return path
+
+
+def log_saved(step: int, path: Path, size: int, seconds: float) -> None:
+    """Say so, with the rate; called after the commit and never before. `size`: bytes of all ranks, known to rank 0."""
+    rate = size / 1e6 / max(seconds, 1e-9)
+    event(_log, "checkpoint saved", step=step, path=path, megabytes=size / 1e6, seconds=seconds, MB_per_second=rate)

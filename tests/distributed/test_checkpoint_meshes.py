@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import storage_writer
+from megafp8.checkpoint import commit, storage_writer
 from megafp8.core.errors import CheckpointError
 from megafp8.core.layout import Layout, stamp
 from megafp8.optim.adamw import AdamW
@@ -181,7 +181,8 @@ def killed(rank: int, world: int, root: str, victim: int, moment: str) -> str:
     """Save a second step; `victim` is killed at a moment of it."""
     mesh, shard = mesh_of("tp2 pp2 etp1", world)
     optimizer, _ = optimizer_on(mesh, shard)
-    real = getattr(storage_writer, "write_atomic" if moment == "commit" else "write_piece_file")
+    room, name = (commit, "write_atomic") if moment == "commit" else (storage_writer, "write_piece_file")
+    real = getattr(room, name)
 
     def die(*arguments: Any) -> None:
         if moment == "after writing":
@@ -189,7 +190,7 @@ def killed(rank: int, world: int, root: str, victim: int, moment: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == victim:
-        setattr(storage_writer, real.__name__, die)
+        setattr(room, name, die)
     return str(checkpoint.save(root, 6, optimizer.tensors(), optimizer.layouts(), mesh, {}))
 
 

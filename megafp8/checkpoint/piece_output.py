@@ -1,0 +1,99 @@
+"""Piece files as they are written: safetensors, streamed with checksums. No torch, so that a small process can do it.
+
+The safetensors library writes neither fsync nor checksums, hence the few lines here; any safetensors reader opens the
+files. Nothing here knows ranks, plans or manifests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafp8.checkpoint.manifest import ITEM_BYTES, Piece, PieceFile, checksum
+
+Advance = Callable[[int], None]
+Written = tuple[PieceFile, list[Piece]]
+
+_FILE_MODE = 0o640  # checkpoints are the group's business, not the world's; umask may take more away
+_CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Box:
+    """One piece to be written: where it lies in its tensor, and how to get its bytes when its turn comes.
+
+    `dtype` by its safetensors name; `fetch` returns the bytes row-major.
+    """
+
+    key: str
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    fetch: Callable[[], memoryview]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+
+
+def header_of(boxes: Sequence[Box]) -> bytes:
+    """The safetensors header of a file that holds `boxes` in this order: 8 bytes of length, then JSON."""
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for box in boxes:
+        start, end = end, end + box.bytes
+        entries[box.key] = {"dtype": box.dtype, "shape": box.sizes, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_piece_file(path: Path, boxes: Sequence[Box], advance: Advance | None = None) -> Written:
+    """Write `boxes`, one tensor at a time in memory, and make the file durable; `advance` hears of bytes written.
+
+    Raises:
+        OSError: whatever the system says.
+    """
+    header = header_of(boxes)
+    whole, end, pieces = checksum(header), len(header), []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+    with os.fdopen(fd, "wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header), None)
+        for box in boxes:
+            data = box.fetch()
+            assert len(data) == box.bytes, f"{box.key} changed since it was planned"
+            _write_all(file.fileno(), data, advance)
+            whole.update(data)
+            digest = checksum(data).hexdigest()
+            pieces.append(Piece(path.name, box.key, box.offsets, box.sizes, end, box.bytes, digest))
+            end += box.bytes
+        os.fsync(file.fileno())
+    return PieceFile(end, whole.hexdigest(), len(header), checksum(header).hexdigest()), pieces
+
+
+def write_piece_files(
+    files: Sequence[tuple[Path, Sequence[Box]]], threads: int, write: Callable[[Path, Sequence[Box]], Written]
+) -> list[Written]:
+    """Write several files, up to `threads` at once; the first failure is raised when all have stopped.
+
+    Raises:
+        OSError: whatever the system says.
+    """
+    if threads == 1 or len(files) < 2:
+        return [write(path, boxes) for path, boxes in files]
+    with ThreadPoolExecutor(min(threads, len(files)), "pieces") as pool:
+        return list(pool.map(lambda file: write(*file), files))
+
+
+def _write_all(fd: int, data: memoryview, advance: Advance | None) -> None:
+    while data:  # a write may take less than it was given
+        done = os.write(fd, data[:_CHUNK])
+        data = data[done:]
+        if advance is not None:
+            advance(done)

@@ -1,0 +1,108 @@
+"""When a run saves, how, and what becomes of a save that fails; what is logged about it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint import AsyncSaver, Staging, prune
+from megafp8.checkpoint.folders import step_of
+from megafp8.core.errors import CheckpointError, MegaError, ResourceError
+from megafp8.core.log import event, get_logger
+from megafp8.train.metrics import MetricsWriter
+from megafp8.train.setup import Parts
+from megafp8.train.state import save_run, snapshot_run
+
+logger = get_logger(__name__)
+
+
+class Saving:
+    """The saves of one attempt at a run; all methods but `close` are collective.
+
+    Attributes:
+        newest: the newest checkpoint that is committed, None if there is none.
+    """
+
+    def __init__(self, parts: Parts, writer: MetricsWriter, newest: Path | None) -> None:
+        config = parts.config.checkpoint
+        self.parts, self.writer, self.newest = parts, writer, newest
+        self._root = parts.config.dir / "checkpoints"
+        self._staging = Staging(parts.config.train.timeout_seconds)
+        self._saver = AsyncSaver(self._root, parts.mesh, config, self._staging) if config.asynchronous else None
+        self._failed = 0  # saves in a row
+        self._stall = 0.0
+
+    def step_done(self, step: int, progress: dict[str, Any]) -> None:
+        """After every step: note what has been committed meanwhile, and save if `checkpoint.interval` says so."""
+        self._guarded(step, self._poll)
+        interval = self.parts.config.checkpoint.interval
+        if interval and step % interval == 0 and step < self.parts.config.train.steps:
+            self._guarded(step, lambda: self._save(step, progress))
+
+    def last(self, step: int, progress: dict[str, Any]) -> None:
+        """Save the step that a run ends or stops with, if it is not; on return it is committed.
+
+        Raises:
+            MegaError: it is not; a run may not end as if it were.
+        """
+        if self._saver is not None and self._saver.busy:
+            self._guarded(step, self._wait)
+        if self.newest is None or step_of(self.newest) != step:
+            self._save(step, progress)
+            self._wait()
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, so that what is on disk can be loaded."""
+        self._guarded(0, self._wait)
+
+    def close(self) -> None:
+        """End the process that writes; a save that is under way is given up."""
+        self._staging.close()
+
+    def _guarded(self, step: int, act: Any) -> None:
+        """Let saves fail as often in a row as `checkpoint.max_failed_saves` allows; the next one is a new attempt."""
+        limit = self.parts.config.checkpoint.max_failed_saves
+        try:
+            act()
+        except (CheckpointError, ResourceError) as error:
+            self._failed += 1
+            self.writer.write("event", step, event="save failed", reason=str(error), in_a_row=self._failed)
+            if self._failed > limit:
+                raise
+            counts: dict[str, Any] = {"in_a_row": self._failed, "limit": limit}
+            event(logger, "a save failed; the run goes on", level=logging.WARNING, step=step, reason=error, **counts)
+
+    def _save(self, step: int, progress: dict[str, Any]) -> None:
+        self.writer.flush()
+        if self._saver is None:
+            self._save_now(step, progress)
+            return
+        began = time.perf_counter()
+        self._wait()
+        snapshot_run(self.parts, step, progress, self._saver.begin)
+        self._stall = time.perf_counter() - began
+        self.writer.write("event", step, event="saving", stall_seconds=self._stall)
+
+    def _save_now(self, step: int, progress: dict[str, Any]) -> None:
+        start = time.perf_counter()
+        path = save_run(self.parts, step, progress)
+        seconds = time.perf_counter() - start
+        self._committed(path, step, seconds=seconds, stall_seconds=seconds)
+        if self.parts.mesh.rank == 0:
+            prune(self._root, self.parts.config.checkpoint)
+
+    def _poll(self) -> None:
+        saved = self._saver.poll() if self._saver is not None else None
+        if saved is not None:
+            self._committed(saved.path, saved.step, seconds=saved.seconds, stall_seconds=self._stall)
+
+    def _wait(self) -> None:
+        saved = self._saver.wait() if self._saver is not None else None
+        if saved is not None:
+            self._committed(saved.path, saved.step, seconds=saved.seconds, stall_seconds=self._stall)
+
+    def _committed(self, path: Path, step: int, **seconds: float) -> None:
+        self._failed, self.newest = 0, path
+        self.writer.write("event", step, event="saved", **seconds)
