@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 _ROOMS = {"save": "write", "AsyncSaver": "asynchronous", "Staging": "staging"}  # of what is not in `read`
 
 __all__ = [
-    "AsyncSaver", "CheckpointConfig", "Staging", "find", "iterate_tensors", "latest", "load", "load_newest", "load_tensors", "prune",
-    "read_meta", "save", "tensor_names",
-    "tensor_shapes", "verify",
+    "AsyncSaver", "CheckpointConfig", "Staging", "find", "iterate_tensors", "latest", "load", "load_newest",
+    "load_tensors", "prune", "read_meta", "save", "tensor_names", "tensor_shapes", "verify",
 ]  # fmt: skip
 
 

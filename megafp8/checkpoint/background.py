@@ -25,7 +25,7 @@ from megafp8.checkpoint.commit import begin_folder, commit, discard, space_for
 from megafp8.checkpoint.config import CheckpointConfig
 from megafp8.checkpoint.manifest import Piece, PieceFile, gathered
 from megafp8.checkpoint.piece_output import Box, Written, write_piece_file, write_piece_files
-from megafp8.checkpoint.retention import prune
+from megafp8.checkpoint.retention import prune_or_warn
 from megafp8.core.config import build
 from megafp8.core.errors import CheckpointError, MegaError
 from megafp8.core.jsonio import resource_error, write_atomic
@@ -73,7 +73,8 @@ class Writer:
             (folder / name).unlink()
         kinds = {name: (dtype, tuple(shape)) for name, (dtype, shape) in job["kinds"].items()}
         commit(folder, gathered(job["step"], job["meta"], files, pieces, kinds))
-        return {"pruned": [str(path) for path in prune(folder.parent, build(CheckpointConfig, job["retention"]))]}
+        gone = prune_or_warn(folder.parent, build(CheckpointConfig, job["retention"]))
+        return {"pruned": [str(path) for path in gone]}
 
     def _alone(self, job: Job) -> dict[str, Any]:
         """A whole checkpoint of this rank's own."""
@@ -85,7 +86,7 @@ class Writer:
         except BaseException:
             discard(folder)
             raise
-        prune(root, build(CheckpointConfig, job["retention"]))
+        prune_or_warn(root, build(CheckpointConfig, job["retention"]))
         return {}
 
     def _pieces(self, folder: Path, job: Job) -> tuple[dict[str, PieceFile], dict[str, list[Piece]]]:

@@ -21,7 +21,7 @@ _TENSOR_LINE_BYTES = 512  # room for a piece in the manifest, generously
 
 
 def space_for(data_bytes: int, pieces: int, meta_bytes: int) -> int:
-    """The bytes that a checkpoint takes, a little too many: data, header entries and manifest lines, folders' blocks."""
+    """What a checkpoint takes, rather too much: data, header entries and manifest lines, folders' blocks; in bytes."""
     return data_bytes + pieces * _TENSOR_LINE_BYTES + meta_bytes + (1 << 16)
 
 

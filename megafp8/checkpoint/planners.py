@@ -85,14 +85,14 @@ class SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].local
 
 
-def plan_save(state: dict[str, Shard], mesh: Ranks) -> tuple[list[WriteItem], Metadata, list[WriteItem]]:
+def plan_save(state: Mapping[str, Shard], mesh: Ranks) -> tuple[list[WriteItem], Metadata, list[WriteItem]]:
     """Share the pieces of all ranks out, each to one; collective.
 
     Returns:
         this rank's pieces; on rank 0 also what all tensors are, and the pieces of all ranks.
     """
     planner = SavePlanner()
-    planner.set_up_planner(state, is_coordinator=mesh.rank == 0)
+    planner.set_up_planner(dict(state), is_coordinator=mesh.rank == 0)
     local = planner.create_local_plan()
     plans: list[Any] = [local] * mesh.world
     if mesh.world > 1:

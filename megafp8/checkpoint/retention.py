@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from megafp8.checkpoint.config import CheckpointConfig
 from megafp8.checkpoint.folders import complete, remove, step_of
+from megafp8.core.errors import MegaError
 from megafp8.core.log import event, get_logger
 
 _log = get_logger(__name__)
@@ -25,3 +27,12 @@ def prune(root: Path, config: CheckpointConfig) -> list[Path]:
         remove(folder)
         event(_log, "checkpoint pruned", path=folder)
     return gone
+
+
+def prune_or_warn(root: Path, config: CheckpointConfig) -> list[Path]:
+    """`prune` after a commit: what cannot be deleted is no reason to say that the save has failed."""
+    try:
+        return prune(root, config)
+    except (MegaError, OSError) as error:
+        event(_log, "checkpoints were not pruned", level=logging.WARNING, path=root, reason=error)
+        return []

@@ -6,6 +6,7 @@ matter) and is kept from save to save, so that its pages are touched for the fir
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -103,11 +104,10 @@ class Staging:
         assert self._process is not None and self._process.stdin is not None
         self._memory[:8] = 0
         self._answer, self._moved = b"", (time.monotonic(), 0)
-        try:
-            self._process.stdin.write(json.dumps({**job, "memory_bytes": self._memory.numel()}).encode() + b"\n")
+        line = json.dumps({**job, "memory_bytes": self._memory.numel()}).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):  # it has died: `outcome` says so
+            self._process.stdin.write(line)
             self._process.stdin.flush()
-        except BrokenPipeError:  # it has died: `outcome` says so
-            pass
 
     def _start(self) -> None:
         self.stop()
@@ -131,7 +131,8 @@ class Staging:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not self._answer.endswith(b"\n"):
                 if not selector.select(timeout=0):
-                    return self._in_time()
+                    self._refuse_hung()
+                    return None
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise CheckpointError(f"the process that writes checkpoints {_end_of(self._process)}")
@@ -141,7 +142,7 @@ class Staging:
             raise error_of(answer["error"], answer["exit_code"])
         return answer
 
-    def _in_time(self) -> None:
+    def _refuse_hung(self) -> None:
         done = int(self._memory[:8].view(torch.int64))
         now = time.monotonic()
         if done != self._moved[1]:
@@ -158,14 +159,11 @@ class Staging:
             self._process.kill()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                try:
+                with contextlib.suppress(BrokenPipeError):  # what it has not read is lost with it
                     pipe.close()
-                except BrokenPipeError:  # what was not yet read is lost with it
-                    pass
-            try:
+            # in the hands of a hung disk it ends when the disk lets go
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
-            except subprocess.TimeoutExpired:  # in the hands of a hung disk; it ends when the disk lets go
-                pass
             self._process = None
 
     def close(self) -> None:

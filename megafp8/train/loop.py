@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
@@ -12,8 +13,6 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint import prune
-from megafp8.checkpoint.folders import step_of
 from megafp8.core import log
 from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
 from megafp8.core.heartbeat import HEART
@@ -31,9 +30,10 @@ from megafp8.train.facts import precision_counts, write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.progress import StepBar
+from megafp8.train.saving import Saving
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
-from megafp8.train.state import load_newest_run, save_run
+from megafp8.train.state import load_newest_run
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.telemetry import GpuReadings, memory_bytes, peak_flops
 
@@ -93,7 +93,7 @@ class Run:
     step: int = 0
     loss: float = float("nan")
     evals: tuple[EvalResult, ...] = ()
-    saved: Path | None = None
+    saved: Path | None = None  # what the run began from
     run_seconds: float = 0.0  # of all attempts
     productive_seconds: float = 0.0  # of the steps that count
     began: float = field(default_factory=time.perf_counter)
@@ -116,6 +116,7 @@ class Run:
         self.peak = peak_flops(parts.device, parts.dtype)
         self._resume()
         self.writer = metrics.MetricsWriter(config.dir, enabled=self.rank0, tensorboard=config.log.tensorboard)
+        self.saving = Saving(parts, self.writer, self.saved)
 
     def _resume(self) -> None:
         config, parts = self.parts.config, self.parts
@@ -139,13 +140,15 @@ class Run:
             self.writer.write("event", self.step, event="resumed", checkpoint=str(self.saved))
         if self.step >= config.train.steps:
             event(logger, "nothing to do: all steps are done", steps=config.train.steps)
-        with StepBar(config.name, start=self.step, steps=config.train.steps, enabled=self.rank0) as bar:
+        bar = StepBar(config.name, start=self.step, steps=config.train.steps, enabled=self.rank0)
+        with contextlib.closing(self.saving), bar:
             while self.step < config.train.steps:
                 self._one_step(bar)
                 if self._must_stop():
                     return self._preempted()
+            self.saving.last(self.step, self._progress())
         self.writer.close()
-        return RunResult(EXIT_OK, self.step, self.loss, self.evals, self.saved)
+        return RunResult(EXIT_OK, self.step, self.loss, self.evals, self.saving.newest)
 
     def _one_step(self, bar: StepBar) -> None:
         config, parts = self.parts.config, self.parts
@@ -174,8 +177,7 @@ class Run:
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
             self._evaluate()
-        if last or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
-            self.save()
+        self.saving.step_done(self.step, self._progress())
 
     def _guard(self, result: StepResult) -> None:
         """Say where a step that is not finite broke, and stop the run if there are too many of them."""
@@ -258,17 +260,9 @@ class Run:
             self.writer.write("eval", self.step, name=result.name, **values)
             event(logger, "validation", step=self.step, name=result.name, **values)
 
-    def save(self) -> None:
-        """Write a checkpoint, then remove those that retention does not keep; collective."""
-        config = self.parts.config
-        HEART.beat("save")
-        self.writer.flush()
-        start = time.perf_counter()
-        self.saved = save_run(self.parts, self.step, {"productive_seconds": self.productive_seconds})
-        seconds = time.perf_counter() - start
-        if self.rank0:
-            prune(config.dir / "checkpoints", config.checkpoint)
-        self.writer.write("event", self.step, event="saved", seconds=seconds)
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run itself."""
+        return {"productive_seconds": self.productive_seconds}
 
     def _must_stop(self) -> bool:
         """Whether any rank was told to stop: all ranks decide alike at the end of a step."""
@@ -277,9 +271,8 @@ class Run:
         return bool(flag.item()) and self.step < self.parts.config.train.steps
 
     def _preempted(self) -> RunResult:
-        if self.saved is None or step_of(self.saved) != self.step:
-            self.save()
+        self.saving.last(self.step, self._progress())
         event(logger, "stopped by a signal; run the same command again to go on", signal=self.stop.received or "peer")
         self.writer.write("event", self.step, event="preempted", signal=self.stop.received or "peer")
         self.writer.close()
-        return RunResult(EXIT_PREEMPTED, self.step, self.loss, self.evals, self.saved)
+        return RunResult(EXIT_PREEMPTED, self.step, self.loss, self.evals, self.saving.newest)

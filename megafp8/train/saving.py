@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint import AsyncSaver, Staging, prune
+from megafp8.checkpoint import AsyncSaver, Staging
 from megafp8.checkpoint.folders import step_of
-from megafp8.core.errors import CheckpointError, MegaError, ResourceError
+from megafp8.checkpoint.retention import prune_or_warn
+from megafp8.core.errors import CheckpointError, ResourceError
+from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
 from megafp8.train.metrics import MetricsWriter
 from megafp8.train.setup import Parts
-from megafp8.train.state import save_run, snapshot_run
+from megafp8.train.state import save_run, with_state
 
 logger = get_logger(__name__)
 
@@ -61,7 +64,7 @@ class Saving:
         """End the process that writes; a save that is under way is given up."""
         self._staging.close()
 
-    def _guarded(self, step: int, act: Any) -> None:
+    def _guarded(self, step: int, act: Callable[[], None]) -> None:
         """Let saves fail as often in a row as `checkpoint.max_failed_saves` allows; the next one is a new attempt."""
         limit = self.parts.config.checkpoint.max_failed_saves
         try:
@@ -75,15 +78,15 @@ class Saving:
             event(logger, "a save failed; the run goes on", level=logging.WARNING, step=step, reason=error, **counts)
 
     def _save(self, step: int, progress: dict[str, Any]) -> None:
+        HEART.beat("save")
         self.writer.flush()
         if self._saver is None:
             self._save_now(step, progress)
             return
         began = time.perf_counter()
         self._wait()
-        snapshot_run(self.parts, step, progress, self._saver.begin)
+        with_state(self.parts, step, progress, self._saver.begin)
         self._stall = time.perf_counter() - began
-        self.writer.write("event", step, event="saving", stall_seconds=self._stall)
 
     def _save_now(self, step: int, progress: dict[str, Any]) -> None:
         start = time.perf_counter()
@@ -91,7 +94,7 @@ class Saving:
         seconds = time.perf_counter() - start
         self._committed(path, step, seconds=seconds, stall_seconds=seconds)
         if self.parts.mesh.rank == 0:
-            prune(self._root, self.parts.config.checkpoint)
+            prune_or_warn(self._root, self.parts.config.checkpoint)
 
     def _poll(self) -> None:
         saved = self._saver.poll() if self._saver is not None else None
@@ -99,6 +102,7 @@ class Saving:
             self._committed(saved.path, saved.step, seconds=saved.seconds, stall_seconds=self._stall)
 
     def _wait(self) -> None:
+        HEART.beat("save")
         saved = self._saver.wait() if self._saver is not None else None
         if saved is not None:
             self._committed(saved.path, saved.step, seconds=saved.seconds, stall_seconds=self._stall)

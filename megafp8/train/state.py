@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, mend_scales
 from megafp8.train.setup import Parts, code_version
 
 logger = get_logger(__name__)
+Taken = TypeVar("Taken")
 _MOMENTS = "optimizer.exp_avg"  # what names of both of Adam's moments start with
 
 
@@ -43,8 +44,19 @@ def tensors_of(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
     return tensors, layouts
 
 
+Take = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Layout], dict[str, Any]], Taken]
+
+
 def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
     """Write <run>/checkpoints/step_<step>; collective. `progress` goes into the manifest beside the config."""
+    root, threads = parts.config.dir / "checkpoints", parts.config.checkpoint.write_threads
+    return with_state(
+        parts, step, progress, lambda s, t, layouts, meta: save(root, s, t, layouts, parts.mesh, meta, threads=threads)
+    )
+
+
+def with_state(parts: Parts, step: int, progress: dict[str, Any], take: Take[Taken]) -> Taken:
+    """What `take` makes of this rank's tensors, their layouts and the meta of a checkpoint at `step`."""
     parts.optimizer.wait()  # no weights are on their way while ranks write, nor when a run ends after this
     tensors, layouts = tensors_of(parts)
     meta = {
@@ -58,9 +70,10 @@ def save_run(parts: Parts, step: int, progress: dict[str, Any]) -> Path:
         WARMUP: parts.warmup_until,
         **progress,
     }
-    path = save(parts.config.dir / "checkpoints", step, tensors, layouts, parts.mesh, meta)
-    parts.optimizer.drop_copies()
-    return path
+    try:
+        return take(step, tensors, layouts, meta)
+    finally:
+        parts.optimizer.drop_copies()
 
 
 def _compare_moments(parts: Parts, meta: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import storage_writer
+from megafp8.checkpoint import commit, storage_writer
 from megafp8.checkpoint.folders import candidates, step_of
 from megafp8.checkpoint.manifest import MismatchError
 from megafp8.checkpoint.planners import grouped
@@ -144,8 +144,8 @@ def test_meta_that_is_no_json_fails_before_anything_is_written(tmp_path):
 
 def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
     old = save(tmp_path, 1)
-    usage = storage_writer.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(storage_writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = commit.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ResourceError, match=r"the checkpoint needs \d+ bytes, 1000 are free"):
         save(tmp_path, 2)
     assert os.listdir(tmp_path) == [old.name]

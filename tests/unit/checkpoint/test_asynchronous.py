@@ -1,0 +1,181 @@
+"""A save in the background is that of the moment at which it began, and is said to be saved when it is committed."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8 import checkpoint
+from megafp8.checkpoint import AsyncSaver, CheckpointConfig, Staging, commit, retention
+from megafp8.checkpoint.folders import candidates
+from megafp8.core.errors import CheckpointError, ResourceError
+from megafp8.parallel.mesh import Mesh
+
+MESH = Mesh.single()
+CONFIG = CheckpointConfig(keep_last=2)
+
+
+def state(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(300, 70, generator=random),
+        "narrow": torch.randn(5, 3, generator=random).bfloat16(),
+        "double": torch.randn(3, generator=random, dtype=torch.float64),
+        "scalar": torch.tensor(3.5),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.randn(3, 8, generator=random).T,
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+
+
+@contextlib.contextmanager
+def saver(root, *, patience=60.0, config=CONFIG):
+    staging = Staging(patience)
+    try:
+        yield AsyncSaver(root, MESH, config, staging)
+    finally:
+        staging.close()
+
+
+def pid_of(made):
+    return made.staging._process.pid
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_bytes_are_those_of_a_save_that_waits_and_the_process_is_kept(tmp_path):
+    with saver(tmp_path / "a") as made:
+        assert made.wait() is None and made.poll() is None
+        seen = set()
+        for step in (1, 2, 3):
+            tensors = state(step)
+            made.begin(step, tensors, {}, {"step": step})
+            for tensor in tensors.values():  # training goes on
+                tensor.zero_()
+            saved = made.wait()
+            assert not made.busy and saved.step == step and saved.path == checkpoint.latest(tmp_path / "a")
+            seen.add((pid_of(made), made.staging._memory.data_ptr()))
+            path = checkpoint.save(tmp_path / "b", step, state(step), {}, MESH, {"step": step}, threads=2)
+            assert [p.name for p in sorted(saved.path.iterdir())] == [p.name for p in sorted(path.iterdir())]
+            assert all(p.read_bytes() == (path / p.name).read_bytes() for p in saved.path.iterdir())
+            checkpoint.verify(saved.path)
+        assert len(seen) == 1  # one process and one buffer for all saves
+        assert [p.name for p in candidates(tmp_path / "a")] == ["step_00000003", "step_00000002"]  # keep_last
+        larger = state() | {"new": torch.ones(1 << 20)}  # a state that has grown
+        made.begin(4, larger, {}, {})
+        assert torch.equal(checkpoint.load_tensors(made.wait().path)["new"], larger["new"])
+
+
+def test_nothing_is_said_or_seen_before_the_commit(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)
+    with saver(tmp_path) as made, caplog.at_level(logging.INFO):
+        made.begin(1, state(), {}, {})
+        made.wait()
+        caplog.clear()
+        os.kill(pid_of(made), signal.SIGSTOP)
+        made.begin(2, state(), {}, {})
+        for _ in range(20):
+            assert made.poll() is None and made.busy
+            time.sleep(0.01)
+        assert checkpoint.latest(tmp_path).name == "step_00000001"
+        assert "saved" not in caplog.text and "being written" in caplog.text
+        os.kill(pid_of(made), signal.SIGCONT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(pid_of(made), number)  # to the whole group, from a terminal or a scheduler
+        assert made.wait().path == checkpoint.latest(tmp_path)
+        assert "checkpoint saved step=2" in caplog.text and "MB_per_second" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung", "folder gone"])
+def test_a_failure_is_raised_and_the_next_save_is_a_new_attempt(tmp_path, fault):
+    with saver(tmp_path) as made:
+        made.begin(1, state(), {}, {})
+        made.wait()
+        os.kill(pid_of(made), signal.SIGSTOP)
+        made.begin(2, state(), {}, {})
+        if fault == "killed":
+            os.kill(pid_of(made), signal.SIGKILL)
+        elif fault == "hung":
+            made.staging._patience = 0.2
+        else:
+            (temporary,) = (p for p in tmp_path.iterdir() if p.name.startswith(".step_00000002"))
+            temporary.rmdir()
+            os.kill(pid_of(made), signal.SIGCONT)
+        message = {"killed": "signal 9", "hung": "nothing for 0 s", "folder gone": "not seen by every rank"}[fault]
+        with pytest.raises(CheckpointError, match=f"step 2 was not saved: rank 0: .*{message}"):
+            made.wait()
+        assert not made.busy and [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+        made.staging._patience = 60.0
+        made.begin(3, state(), {}, {})
+        checkpoint.verify(made.wait().path)
+
+
+def test_what_cannot_be_saved_is_told_at_once(tmp_path, monkeypatch):
+    with saver(tmp_path / "file" / "below") as made:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ResourceError, match="file"):
+            made.begin(1, state(), {}, {})
+        assert not made.busy
+    free = commit.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: free)
+    with saver(tmp_path / "full") as made, pytest.raises(ResourceError, match=r"needs \d+ bytes, 1000 are free"):
+        made.begin(1, state(), {}, {})
+
+
+def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(), {}, MESH, {})
+    monkeypatch.setattr(retention, "remove", refuse)
+    assert retention.prune_or_warn(tmp_path, replace(CONFIG, keep_last=1)) == []
+    assert "were not pruned" in caplog.text
+
+
+TRAINER = """
+import os, signal, sys, time, torch
+from megafp8.checkpoint import AsyncSaver, CheckpointConfig, Staging, commit, retention
+from megafp8.parallel.mesh import Mesh
+saver = AsyncSaver(sys.argv[1], Mesh.single(), CheckpointConfig(), Staging(60.0))
+tensors = {"weight": torch.ones(1 << 23)}
+saver.begin(1, tensors, {}, {})
+saver.wait()
+saver.begin(2, tensors, {}, {})
+print(saver.staging._process.pid, flush=True)
+time.sleep(float(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+def test_the_process_never_outlives_its_trainer(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, str(tmp_path), "0.02"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    pid, end = int(done.stdout), time.monotonic() + 5
+    while is_alive(pid):
+        assert time.monotonic() < end, "it goes on writing though nobody waits for it"
+        time.sleep(0.01)
+    checkpoint.verify(checkpoint.latest(tmp_path))
+    with saver(tmp_path) as made:
+        made.begin(3, state(), {}, {})
+        made.wait()
+    assert all(p.name.startswith("step_") for p in tmp_path.iterdir())
