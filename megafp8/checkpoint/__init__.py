@@ -11,7 +11,6 @@ from megafp8.checkpoint.folders import find, latest, verify
 from megafp8.checkpoint.retention import prune
 
 if TYPE_CHECKING:
-    from megafp8.checkpoint.asynchronous import AsyncSaver
     from megafp8.checkpoint.read import (
         iterate_tensors,
         load,
@@ -21,18 +20,16 @@ if TYPE_CHECKING:
         tensor_names,
         tensor_shapes,
     )
-    from megafp8.checkpoint.staging import Staging
     from megafp8.checkpoint.write import save
 
-_ROOMS = {"save": "write", "AsyncSaver": "asynchronous", "Staging": "staging"}  # of what is not in `read`
-
 __all__ = [
-    "AsyncSaver", "CheckpointConfig", "Staging", "find", "iterate_tensors", "latest", "load", "load_newest",
-    "load_tensors", "prune", "read_meta", "save", "tensor_names", "tensor_shapes", "verify",
+    "CheckpointConfig", "find", "iterate_tensors", "latest", "load", "load_newest", "load_tensors", "prune",
+    "read_meta", "save", "tensor_names",
+    "tensor_shapes", "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.{_ROOMS.get(name, 'read')}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{'write' if name == 'save' else 'read'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint import AsyncSaver, Staging
+from megafp8.checkpoint.asynchronous import AsyncSaver
 from megafp8.checkpoint.folders import step_of
 from megafp8.checkpoint.retention import prune_or_warn
+from megafp8.checkpoint.staging import Staging
 from megafp8.core.errors import CheckpointError, ResourceError
 from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
