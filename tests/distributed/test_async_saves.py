@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import AsyncSaver, CheckpointConfig, Staging, asynchronous, commit
+from megafp8.checkpoint import CheckpointConfig, asynchronous, commit
+from megafp8.checkpoint.asynchronous import AsyncSaver
+from megafp8.checkpoint.staging import Staging
 from megafp8.core.errors import CheckpointError, ResourceError
 from megafp8.core.layout import Layout
 from megafp8.parallel.mesh import build_mesh

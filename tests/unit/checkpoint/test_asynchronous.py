@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import AsyncSaver, CheckpointConfig, Staging, commit, retention
+from megafp8.checkpoint import CheckpointConfig, commit, retention
+from megafp8.checkpoint.asynchronous import AsyncSaver
 from megafp8.checkpoint.folders import candidates
+from megafp8.checkpoint.staging import Staging
 from megafp8.core.errors import CheckpointError, ResourceError
 from megafp8.parallel.mesh import Mesh
 
@@ -151,7 +153,8 @@ def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, caplog, monk
 
 TRAINER = """
 import os, signal, sys, time, torch
-from megafp8.checkpoint import AsyncSaver, CheckpointConfig, Staging, commit, retention
+from megafp8.checkpoint import CheckpointConfig, commit, retention
+from megafp8.checkpoint.asynchronous import AsyncSaver
 from megafp8.parallel.mesh import Mesh
 saver = AsyncSaver(sys.argv[1], Mesh.single(), CheckpointConfig(), Staging(60.0))
 tensors = {"weight": torch.ones(1 << 23)}
