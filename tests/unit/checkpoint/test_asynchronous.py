@@ -155,6 +155,7 @@ TRAINER = """
 import os, signal, sys, time, torch
 from megafp8.checkpoint import CheckpointConfig, commit, retention
 from megafp8.checkpoint.asynchronous import AsyncSaver
+from megafp8.checkpoint.staging import Staging
 from megafp8.parallel.mesh import Mesh
 saver = AsyncSaver(sys.argv[1], Mesh.single(), CheckpointConfig(), Staging(60.0))
 tensors = {"weight": torch.ones(1 << 23)}
