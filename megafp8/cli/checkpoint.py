@@ -1,25 +1,30 @@
-"""`megafp8 checkpoint`: look at a run's checkpoints, verify them, thin them out. Needs no torch."""
+"""`megafp8 checkpoint`: look at a run's checkpoints, verify, compare and copy them, thin them out.
+
+No torch, but for values: `diff`, and `copy --only`.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-HELP = "list, show, verify or prune the checkpoints of a run"
+HELP = "list, show, verify, compare, copy or prune the checkpoints of a run"
 EPILOG = """examples:
   megafp8 checkpoint ls runs/tiny-fp8                      every step, newest first, complete or why not
   megafp8 checkpoint show runs/tiny-fp8                    tensors and meta of the newest complete one
   megafp8 checkpoint verify runs/tiny-fp8/checkpoints/step_00000100
   megafp8 checkpoint verify runs/tiny-fp8                  every byte of all of them against the checksums
+  megafp8 checkpoint diff runs/a runs/b                    tensors whose bits differ, by how much; other meta
   megafp8 checkpoint prune runs/tiny-fp8 --keep-last 1     --dry-run only says what would go
 
-Exit code 0 if all is well, 4 if a checkpoint is missing or damaged."""
+Exit code 0 if all is well, 4 if a checkpoint is missing or damaged, or if the tensors of two differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("action", choices=("ls", "show", "verify", "prune"), help="what to do")
+    parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do")
     parser.add_argument("path", metavar="RUN", help="a run's folder, its checkpoints folder, or one checkpoint")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="diff: what to compare with")
     parser.add_argument(
         "--keep-last", type=int, metavar="N", help="prune: newest to keep (default: as the run says, or 2)"
     )
@@ -29,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action."""
-    return {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}[args.action](args)
+    from megafp8.core.errors import ConfigError
+
+    takes_two = args.action == "diff"
+    if takes_two != (args.other is not None):
+        raise ConfigError(f"checkpoint {args.action} takes {'two paths' if takes_two else 'one path'}; see --help")
+    return _ACTIONS[args.action](args)
 
 
 def _root(path: str) -> Path:
@@ -131,3 +141,33 @@ def _prune(args: argparse.Namespace) -> int:
         print(f"{folder}: {'would go' if args.dry_run else 'deleted'}")
     print(f"{len(gone)} of the complete checkpoints {'would go' if args.dry_run else 'deleted'}")
     return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megafp8.checkpoint.compare import compare
+    from megafp8.checkpoint.folders import find
+    from megafp8.core.errors import CheckpointError
+
+    first, second = find(args.path), find(args.other)
+    found = compare(first, second)
+    if found.tensors:
+        table = Table("tensor", "differing", "largest", "relative", "", box=None, pad_edge=False)
+        for one in found.tensors:
+            share = f"{one.differing} of {one.elements}" if one.differing >= 0 else ""
+            numbers = (f"{one.largest:.3g}", f"{one.relative:.3g}") if one.differing >= 0 else ("", "")
+            table.add_row(one.name, share, *numbers, one.what)
+        Console(width=max(80, Console().width)).print(table)
+    for names, where in ((found.first_only, first), (found.second_only, second)):
+        for name in names:
+            print(f"{name}: only in {where}")
+    for key, (a, b) in found.meta.items():
+        print(f"meta {key}: {a!r}, {b!r}")
+    only = f"{len(found.first_only)} and {len(found.second_only)} are in one only"
+    print(f"{first}, {second}: {found.equal} tensors are equal bit for bit, {len(found.tensors)} differ, {only}")
+    return 0 if found.same else CheckpointError.exit_code
+
+
+_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
