@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -34,6 +35,16 @@ class Document:
     language: str
     source: str
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def utf8(self) -> bytes:
+        """The text's bytes; kept, since sizes, hashes and files ask for them again and again."""
+        return self.text.encode("utf-8")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the text as UTF-8."""
+        return len(self.text) if self.text.isascii() else len(self.utf8)
 
     @property
     def is_empty(self) -> bool:
@@ -161,7 +172,9 @@ def unwritable(document: Document) -> str:
     Half of a surrogate pair is what JSON's escapes allow and no encoding does; metadata may hold anything.
     """
     try:
-        for name in ("text", "id", "language", "source"):
+        name = "text"
+        _ = document.utf8
+        for name in ("id", "language", "source"):
             getattr(document, name).encode("utf-8")
         name = "metadata"
         if document.metadata:
@@ -184,9 +197,9 @@ def excerpt(data: bytes) -> str:
     return data[: 4 * _EXCERPT_CHARACTERS].decode("utf-8", errors="backslashreplace")[:_EXCERPT_CHARACTERS]
 
 
-def text_hash(text: str, seed: int) -> int:
+def text_hash(text: str | bytes, seed: int) -> int:
     """64-bit hash of a text (xxh3 of its UTF-8)."""
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8"), seed=seed)
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8") if isinstance(text, str) else text, seed=seed)
 
 
 def is_wanted(document: Document, config: SourceConfig) -> bool:
@@ -194,6 +207,6 @@ def is_wanted(document: Document, config: SourceConfig) -> bool:
     return not config.languages or document.language in config.languages
 
 
-def split_of(text: str, config: SplitConfig) -> str:
+def split_of(text: str | bytes, config: SplitConfig) -> str:
     """ "train" or "valid": equal texts go together, and a growing corpus moves none."""
     return "valid" if text_hash(text, config.seed) < config.valid_share * 2.0**64 else "train"

@@ -29,11 +29,6 @@ Lengths = dict[str, dict[str, int]]  # {name: {lower end of a bin: documents}}
 Samples = dict[str, dict[str, list[dict[str, str]]]]  # {step: {reason: documents}}
 
 
-def text_size(text: str) -> int:
-    """Bytes of a text as UTF-8."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
 def name_in(names: Mapping[str, Any], name: str) -> str:
     """The name under which it is counted."""
     return name if name in names or len(names) < MAX_NAMES else OTHER
@@ -72,11 +67,11 @@ class Account:
 
     def add_raw(self, document: Document) -> None:
         """Enter a document as it was read."""
-        add_tally(self.sources, document.source, RAW, (1, text_size(document.text)))
+        add_tally(self.sources, document.source, RAW, (1, document.num_bytes))
 
     def add_lost(self, document: Document, outcome: str) -> None:
         """Enter a document that is not kept."""
-        numbers = (1, text_size(document.text))
+        numbers = (1, document.num_bytes)
         add_tally(self.languages, document.language, outcome, numbers)
         add_tally(self.sources, document.source, outcome, numbers)
 
@@ -102,7 +97,7 @@ def kept_lengths(documents: Sequence[Document], tokens: np.ndarray) -> dict[str,
     """
     found: dict[str, Any] = {"languages": {}, "sources": {}, "characters": {}, "tokens": {}}
     rows = [
-        (1, text_size(document.text), len(document.text), count)
+        (1, document.num_bytes, len(document.text), count)
         for document, count in zip(documents, tokens.tolist(), strict=True)
     ]
     groups: dict[str, list[tuple[int, ...]]] = {}

@@ -139,10 +139,14 @@ class _Run:
         self._executor.close()
 
     @cached_property
+    def given(self) -> Tokenizer | None:
+        """The tokenizer of `tokenizer.path`, read once; None if one is to be trained."""
+        return load_tokenizer(self.config.tokenizer.path) if self.config.tokenizer.path else None
+
+    @cached_property
     def fingerprint(self) -> str:
         """Of all that decides the bytes of the output, but for the inputs."""
-        path = self.config.tokenizer.path
-        return corpus_fingerprint(self.config, load_tokenizer(path).fingerprint if path else "")
+        return corpus_fingerprint(self.config, self.given.fingerprint if self.given else "")
 
     def finished(self) -> dict[str, Any]:
         """The manifest if it is of this configuration and these inputs, and its outputs are there; else {}."""
@@ -170,8 +174,8 @@ class _Run:
 
     def make(self) -> dict[str, Any]:
         """Everything that `finished` did not find."""
-        if path := self.config.tokenizer.path:  # before the work, not behind it
-            tokenizer_check.probe(path, load_tokenizer(path), self.config.tokenizer.max_lossy_share)
+        if self.given:  # before the work, not behind it
+            tokenizer_check.probe(self.config.tokenizer.path, self.given, self.config.tokenizer.max_lossy_share)
         views = self.read()
         spec, tokenizer = self.tokenizer(views)
         written, records = self.write(self.tokenize(views, spec, tokenizer), tokenizer)
@@ -230,8 +234,8 @@ class _Run:
 
     def tokenizer(self, views: Sequence[View]) -> tuple[str, Tokenizer]:
         """The corpus's tokenizer and where to load it from; trained, and given its name in the folder, if need be."""
-        if self.config.tokenizer.path:
-            return self.config.tokenizer.path, load_tokenizer(self.config.tokenizer.path)
+        if self.given:
+            return self.config.tokenizer.path, self.given
         share = self.planner.sample_share(views)
         while True:
             tasks = self.planner.sample_tasks(views, share)

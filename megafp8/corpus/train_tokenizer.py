@@ -35,7 +35,7 @@ class Sample:
     num_bytes: int
 
 
-def sample_hash(text: str, seed: int) -> int:
+def sample_hash(text: str | bytes, seed: int) -> int:
     """64 bits that decide whether a text is in the sample; another hash than that of the split."""
     return text_hash(text, (seed + 1) % 2**64)
 
@@ -46,9 +46,9 @@ def draw_sample(documents: Iterable[Document], *, max_bytes: int, seed: int) -> 
     total = held = count = 0
     limit = 2**64  # what did not fit keeps out all behind it, or the sample would depend on the order of documents
     for document in documents:
-        size = len(document.text.encode("utf-8"))
+        size = document.num_bytes
         count, total = count + 1, total + size
-        if (number := sample_hash(document.text, seed)) > limit:
+        if (number := sample_hash(document.utf8, seed)) > limit:
             continue
         held += size
         heapq.heappush(heap, (-number, document.text))

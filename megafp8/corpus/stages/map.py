@@ -17,7 +17,7 @@ from megafp8.corpus.parts import PartWriter, read_view
 from megafp8.corpus.quarantine import Quarantine
 from megafp8.corpus.tasks import Work
 
-VERSION = 3
+VERSION = 4
 
 
 def run(work: Work) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megafp8.corpus.quarantine import Quarantine
 from megafp8.corpus.shards import read_shard
 from megafp8.corpus.tasks import Work
 
-VERSION = 3
+VERSION = 4
 _EVERY = 256  # records between reports
 
 

@@ -29,7 +29,7 @@ def _texts(work: Work, ids: list[str]) -> Iterator[str]:
     done = 0
     for _, document, _ in read_view(work):
         ids.append(document.id)
-        done += len(document.text.encode("utf-8"))
+        done += document.num_bytes
         yield document.text
         if len(ids) % _EVERY == 0:
             work.report(done_bytes=done, documents=len(ids), text_bytes=done)

@@ -15,7 +15,7 @@ from megafp8.core.errors import DataError
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
 from megafp8.corpus.documents import Document, split_of
-from megafp8.corpus.figures import Figures, kept_lengths, name_in, text_size
+from megafp8.corpus.figures import Figures, kept_lengths, name_in
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
 from megafp8.data.indexed_writer import as_ids
@@ -64,7 +64,7 @@ def _encode(work: Work, tokenizer: Tokenizer) -> dict[str, Any]:
                 found = [
                     document
                     for document, held_out in batch
-                    if ("valid" if held_out else split_of(document.text, split_config)) == name
+                    if ("valid" if held_out else split_of(document.utf8, split_config)) == name
                 ]
                 if found:
                     parts[name].add(found, tokenizer)
@@ -105,7 +105,7 @@ class _SplitWriter:
         self._lengths.write(as_ids(lengths, np.dtype("<i4")).tobytes())
         self.documents += len(documents)
         self.tokens += len(ids)
-        self.text_bytes += sum(text_size(document.text) for document in documents)
+        self.text_bytes += sum(document.num_bytes for document in documents)
         self.figures.add(kept_lengths(documents, np.asarray(lengths)))
         for counter, names in (
             (self._languages, [document.language for document in documents]),

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megafp8.core.errors import DataError
-from megafp8.corpus.parts import read_lines
+from megafp8.corpus.parts import read_lines, read_part
 from megafp8.corpus.run import preprocess
 
 BYTES = {"tokenizer": {"path": "bytes"}, "split": {"valid_share": 0.0}}
@@ -65,7 +65,7 @@ def test_values_of_tables_that_json_does_not_know(one: Callable, tmp_path: Path)
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
     assert preprocess(made).manifest["counts"]["num_bad"] == 0
     (part,) = (tmp_path / "out" / "stages" / "read").glob("*.docs.zst")
-    assert [value["meta"] for value in read_lines(part)] == [
+    assert [dict(document.metadata) for document, _ in read_part(part)] == [
         {"day": "2024-05-06 00:00:00", "price": "1.50", "list": ["2024-05-06"]},
         {"day": None, "price": None, "list": ["1999-01-01"]},
     ]
