@@ -1,6 +1,6 @@
 """`megafp8 checkpoint`: look at a run's checkpoints, verify, compare and copy them, thin them out.
 
-No torch, but for values: `diff`, and `copy --only`.
+No torch, but where values are compared: `diff`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ EPILOG = """examples:
   megafp8 checkpoint verify runs/tiny-fp8/checkpoints/step_00000100
   megafp8 checkpoint verify runs/tiny-fp8                  every byte of all of them against the checksums
   megafp8 checkpoint diff runs/a runs/b                    tensors whose bits differ, by how much; other meta
+  megafp8 checkpoint copy runs/a backup                    the newest of runs/a as backup/step_..., verified
+  megafp8 checkpoint copy runs/a weights --only 'optimizer.master.*'
   megafp8 checkpoint prune runs/tiny-fp8 --keep-last 1     --dry-run only says what would go
 
 Exit code 0 if all is well, 4 if a checkpoint is missing or damaged, or if the tensors of two differ."""
@@ -24,7 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do")
     parser.add_argument("path", metavar="RUN", help="a run's folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="diff: what to compare with")
+    parser.add_argument(
+        "other", metavar="OTHER", nargs="?", help="diff: what to compare with; copy: the folder to copy into"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="copy: tensors whose names match; may be repeated",
+    )
     parser.add_argument(
         "--keep-last", type=int, metavar="N", help="prune: newest to keep (default: as the run says, or 2)"
     )
@@ -36,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Do one action."""
     from megafp8.core.errors import ConfigError
 
-    takes_two = args.action == "diff"
+    takes_two = args.action in ("diff", "copy")
     if takes_two != (args.other is not None):
         raise ConfigError(f"checkpoint {args.action} takes {'two paths' if takes_two else 'one path'}; see --help")
     return _ACTIONS[args.action](args)
@@ -170,4 +181,21 @@ def _diff(args: argparse.Namespace) -> int:
     return 0 if found.same else CheckpointError.exit_code
 
 
-_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "prune": _prune}
+def _copy(args: argparse.Namespace) -> int:
+    from megafp8.checkpoint.copies import copy
+    from megafp8.checkpoint.folders import find
+    from megafp8.train.guard import RunLock
+
+    source, root = find(args.path), Path(args.other)
+    lock = RunLock(root.parent)
+    if (root.parent / "config.toml").is_file():  # a run's checkpoints: nobody else may write there meanwhile
+        lock.acquire()
+    try:
+        made = copy(source, root, args.only)
+    finally:
+        lock.release()
+    print(f"{made}: copied from {source}, every byte verified")
+    return 0
+
+
+_ACTIONS = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "copy": _copy, "prune": _prune}
