@@ -12,6 +12,7 @@ from megafp8.checkpoint.retention import prune
 
 if TYPE_CHECKING:
     from megafp8.checkpoint.read import (
+        TensorReader,
         iterate_tensors,
         load,
         load_newest,
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from megafp8.checkpoint.write import save
 
 __all__ = [
-    "CheckpointConfig", "find", "iterate_tensors", "latest", "load", "load_newest", "load_tensors", "prune",
-    "read_meta", "save", "tensor_names",
-    "tensor_shapes", "verify",
+    "CheckpointConfig", "TensorReader", "find", "iterate_tensors", "latest", "load", "load_newest", "load_tensors",
+    "prune", "read_meta", "save", "tensor_names", "tensor_shapes", "verify",
 ]  # fmt: skip
 
 

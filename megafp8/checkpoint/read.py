@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megafp8.checkpoint.failures import house_error
 from megafp8.checkpoint.folders import DAMAGED, candidates, check, damaged, set_aside
 from megafp8.checkpoint.manifest import MismatchError, UnreadableError, read_manifest
+from megafp8.checkpoint.piece_file import DTYPES
 from megafp8.checkpoint.planners import LoadPlanner, shards
 from megafp8.checkpoint.ranks import Ranks
 from megafp8.checkpoint.storage_reader import FolderReader, PieceReader
@@ -171,6 +172,42 @@ def iterate_tensors(path: Path | str, prefix: str = "") -> Iterator[tuple[str, t
         for name in manifest.tensors:
             if name.startswith(prefix):
                 yield name, reader.read_tensor(name)
+
+
+class TensorReader:
+    """Whole tensors of one checkpoint by global name, from any thread, without torch.distributed.
+
+    Attributes:
+        shapes: {name: shape} of all its tensors.
+        dtypes: {name: dtype}.
+        meta: what it was saved with.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Open a checkpoint.
+
+        Raises:
+            CheckpointError: no checkpoint, or an incomplete or damaged one; names the file.
+        """
+        manifest = check(Path(path))
+        self.shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+        self.dtypes = {name: DTYPES[entry.dtype] for name, entry in manifest.tensors.items()}
+        self.meta = manifest.meta
+        self._pieces = PieceReader(Path(path), manifest)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.__exit__()
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor on the CPU, in `dtype` (None: as stored), rounded as its bytes come in: one copy in memory.
+
+        Raises:
+            CheckpointError: its file is missing, cannot be read or is damaged; names it.
+        """
+        return self._pieces.read_tensor(name, dtype)
 
 
 def load_tensors(path: Path | str, prefix: str = "") -> dict[str, torch.Tensor]:

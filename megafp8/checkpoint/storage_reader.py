@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,15 +22,16 @@ from torch.futures import Future
 from megafp8.checkpoint.folders import check_files
 from megafp8.checkpoint.manifest import Manifest, Piece, TensorEntry, UnreadableError, read_manifest
 from megafp8.checkpoint.piece_file import DTYPES, check_header, read_piece
-from megafp8.core.errors import MegaError
+from megafp8.core.errors import CheckpointError, MegaError
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint; a file is opened and its header checked when first needed."""
+    """Reads pieces of one checkpoint, from any thread; a file is opened and its header checked when first needed."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files: dict[str, BinaryIO] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> PieceReader:
         return self
@@ -38,32 +40,42 @@ class PieceReader:
         for file in self._files.values():
             file.close()
 
-    def read(self, piece: Piece, out: torch.Tensor) -> torch.Tensor:
-        """Fill `out`, contiguous on the CPU, with one piece; returns it.
+    def read(self, piece: Piece, out: torch.Tensor, stored: torch.dtype | None = None) -> torch.Tensor:
+        """Fill `out`, contiguous on the CPU, with one piece, rounded from dtype `stored` if given; returns it.
 
         Raises:
             CheckpointError: the file is missing, cannot be read or is damaged; names it.
         """
-        path = self.folder / piece.file
-        if piece.file not in self._files:
-            try:
-                self._files[piece.file] = file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
-            except OSError as error:
-                reason = error.strerror or error
-                raise UnreadableError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
-            check_header(file, self.manifest.files[piece.file], path)
-        read_piece(self._files[piece.file], piece, out, path)
+        read_piece(self._open(piece.file), piece, out, self.folder / piece.file, stored)
         return out
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU, put together from its pieces."""
+    def _open(self, name: str) -> BinaryIO:
+        with self._opening:
+            if name not in self._files:
+                path = self.folder / name
+                try:
+                    file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
+                except OSError as error:
+                    reason = error.strerror or error
+                    raise UnreadableError(f"{path}: cannot be read: {reason}; use an older checkpoint") from error
+                try:
+                    check_header(file, self.manifest.files[name], path)
+                except CheckpointError:
+                    file.close()
+                    raise
+                self._files[name] = file
+            return self._files[name]
+
+    def read_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor on the CPU, put together from its pieces, in `dtype` (None: as stored)."""
         entry = self.manifest.tensors[name]
-        whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        stored = DTYPES[entry.dtype]
+        whole = torch.empty(entry.shape, dtype=dtype or stored)
         if len(entry.pieces) == 1:
-            return self.read(entry.pieces[0], whole)
+            return self.read(entry.pieces[0], whole, stored)
         for piece in entry.pieces:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-            whole[box] = self.read(piece, torch.empty(piece.sizes, dtype=whole.dtype))
+            whole[box] = self.read(piece, torch.empty(piece.sizes, dtype=whole.dtype), stored)
         return whole
 
 

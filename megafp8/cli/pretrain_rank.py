@@ -53,9 +53,9 @@ def _train(path: str, overrides: Sequence[str], rank: int) -> int:
     log.set_up(rank=rank)
     open_foreign = None
     if config.checkpoint.load_from:  # how a foreign folder is read, where one may have to be
-        from megafp8.convert.hf_source import open_source
+        from megafp8.convert.source import HuggingFaceFolder
 
-        open_foreign = open_source
+        open_foreign = HuggingFaceFolder
     return train(config, open_foreign).exit_code
 
 

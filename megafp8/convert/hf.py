@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megafp8 import __version__
-from megafp8.checkpoint import find, save
 from megafp8.checkpoint.folders import candidates
-from megafp8.checkpoint.manifest import MANIFEST_NAME
-from megafp8.convert.hf_files import read_config, read_weights, write_weights
+from megafp8.convert.checkpoint_out import write_checkpoint
+from megafp8.convert.folder import RECORD_NAME, Beside, is_done
+from megafp8.convert.hf_files import shard_names, write_index
 from megafp8.convert.hf_tokenizer import write_tokenizer
+from megafp8.convert.source import HuggingFaceFolder, Source, open_source, unrounded
+from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.convert.verify_hf import Report, verify_folder
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
-from megafp8.core.jsonio import fsync_dir, read_json, resource_error, sha256_file, write_json
+from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES, check_weights, model_config, stored_name, tokenizer_path, weights
-from megafp8.models.names import config_from_hf, from_hf_tensors, hf_config, to_hf_tensors
-from megafp8.parallel.mesh import Mesh
+from megafp8.infer.weights import DTYPES
+from megafp8.models import ModelConfig
+from megafp8.models.families.rules import Rule
+from megafp8.models.names import hf_config, resolved_rules, split
 
-RECORD_NAME = "megafp8_export.json"  # where the folder comes from, and what its verification found
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_VIEWS = ("copy", "stack", "stack_pairs")  # kinds whose foreign tensors are contiguous parts of ours
 
 
 def to_hf(
@@ -38,17 +37,19 @@ def to_hf(
     dtype: str = "bf16",
     tokenizer: str | Path | None = None,
     verify: bool = True,
+    workers: int = 0,
     say: Callable[[str], Any] = lambda _: None,
 ) -> Report | None:
     """Write the checkpoint `source` (or the newest one of a run) as the Hugging Face folder `out`.
 
     Everything is written beside `out`, verified there, and renamed. A folder that this very checkpoint was written to
-    before is left as it is.
+    before is left as it is; an interrupted run goes on where it was.
 
     Args:
         dtype: of the weights: "bf16", "fp16", "fp32"; rounded once, from the fp32 masters.
         tokenizer: where its file is, if it has moved since training.
         verify: reload with transformers and compare logits, tokenizer ids and a greedy sample.
+        workers: threads that read, round and write; 0: as many as there are cores, at most 8.
         say: takes lines for people.
 
     Returns:
@@ -60,123 +61,111 @@ def to_hf(
         DataError: the tokenizer is missing or another one.
         ResourceError: `out` is in use, no space, no permission.
     """
-    source, out = find(source), Path(out)
-    record = {
-        "source": str(source.absolute()),
-        "source_manifest_sha256": sha256_file(source / MANIFEST_NAME),
-        "dtype": dtype,
-        "megafp8": __version__,
-    }
-    if _is_done(out, record, verify):
-        say(f"{out}: already made from {source}")
-        return None
-    with _Beside(out) as folder:
-        report = _write(source, folder, record, dtype=dtype, tokenizer=tokenizer, verify=verify, say=say)
+    out = Path(out)
+    with open_source(source) as model:
+        record = {
+            "source": str(model.path.absolute()),
+            "source_fingerprint": model.fingerprint,
+            "dtype": dtype,
+            "megafp8": __version__,
+        }
+        if is_done(out, record, ("source_fingerprint", "dtype"), verify=verify):
+            say(f"{out}: already made from {model.path}")
+            return None
+        theirs, spec = hf_config(model.config), model.tokenizer(tokenizer)
+        with Beside(out) as folder:
+            say(f"{model.path}: {sum(map(_numel, model.shapes.values())):,} parameters as {dtype}")
+            written = write_groups(folder, model, hf_groups(model, DTYPES[dtype]), workers=workers, say=say)
+            write_index(folder, written.files)
+            write_sidecars(folder, model.config, theirs, spec, dtype)
+            report = _verified(folder, model, spec, DTYPES[dtype], say) if verify else None
+            found = {} if report is None else {"comparisons": [vars(comparison) for comparison in report.logits]}
+            write_json(folder / RECORD_NAME, {**record, "verified": verify, **found})
     say(f"{out}: written, {'verified' if verify else 'not verified'}")
     return report
 
 
-def _is_done(out: Path, record: dict[str, Any], verify: bool) -> bool:
-    """Whether `out` was made from the same checkpoint; refuse any other folder that holds something."""
-    if not out.exists():
-        return False
-    if not out.is_dir():
-        raise ResourceError(f"{out}: is a file; choose another path")
-    if not any(out.iterdir()):
-        return False
-    try:
-        old = read_json(out / RECORD_NAME)
-    except DataError:
-        old = {}
-    same = all(old.get(key) == record[key] for key in ("source_manifest_sha256", "dtype"))
-    if same and (old.get("verified") or not verify):
-        return True
-    raise ResourceError(f"{out}: holds something else already; remove it or choose another folder")
+def hf_groups(source: Source, dtype: torch.dtype) -> list[Group]:
+    """The weights of a Hugging Face folder: one group for each of our tensors, in shards."""
+    rules = list(resolved_rules(source.config))
+    planned = [_planned(source, rule, dtype) for rule in rules]
+    files = shard_names([sum(output.bytes for output in outputs) for outputs in planned])
+    return [
+        Group(
+            rule.ours,
+            (rule.ours,),
+            tuple(Output(file, output.name, output.dtype, output.shape) for output in outputs),
+            _maker(source.config, rule, dtype),
+            dtype,
+            memory=0 if rule.kind in _VIEWS else None,
+        )
+        for rule, outputs, file in zip(rules, planned, files, strict=True)
+    ]
 
 
-class _Beside:
-    """A temporary folder beside `out` that becomes `out` if all goes well, else goes."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self.folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-
-    def __enter__(self) -> Path:
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.out.parent.glob(f".{self.out.name}.????????.tmp"):  # of a conversion that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            self.folder.mkdir(mode=0o750)
-        except OSError as error:
-            raise resource_error(error, self.out) from error
-        return self.folder
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
-        for path in self.folder.iterdir():  # the libraries that write them do not agree on one
-            path.chmod(0o640)
-        fsync_dir(self.folder)
-        if self.out.exists():  # an empty folder
-            self.out.rmdir()
-        os.rename(self.folder, self.out)
-        fsync_dir(self.out.parent)
+def _planned(source: Source, rule: Rule, dtype: torch.dtype) -> list[Output]:
+    parts = split(source.config, rule, torch.empty(source.shapes[rule.ours], device="meta"))
+    stored = torch.float32 if unrounded(rule.ours) else dtype
+    return [Output("", name, stored, tuple(part.shape)) for name, part in zip(rule.theirs, parts, strict=True)]
 
 
-def _write(
-    source: Path,
-    folder: Path,
-    record: dict[str, Any],
-    *,
-    dtype: str,
-    tokenizer: str | Path | None,
-    verify: bool,
-    say: Callable[[str], Any],
-) -> Report | None:
-    config = model_config(source)
-    if config.moe.capacity_factor:  # a rule of training; what others run, and what is verified, drops no token
-        config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
-    theirs = hf_config(config)
-    spec = tokenizer_path(source, tokenizer)
-    tensors = weights(source, DTYPES[dtype])
-    check_weights(config, tensors)
-    _check_space(folder, tensors)
-    say(f"{source}: {sum(t.numel() for t in tensors.values()):,} parameters as {dtype}")
+def _maker(config: ModelConfig, rule: Rule, dtype: torch.dtype) -> Callable[..., Made]:
+    def make(tensors: list[torch.Tensor]) -> Made:
+        (tensor,) = tensors
+        if dtype == torch.float16 and not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{rule.ours} holds values that fp16 cannot (above 65504, or none): use --dtype bf16")
+        return Made(split(config, rule, tensor))
+
+    return make
+
+
+def write_sidecars(folder: Path, config: ModelConfig, theirs: dict[str, Any], spec: str, dtype: str) -> None:
+    """Write config.json (`theirs` with ids and dtype), generation_config.json and the tokenizer's files.
+
+    Raises:
+        ConfigError: a tokenizer that tokenizer.json cannot express.
+        ResourceError: no space, no permission.
+    """
     ids = write_tokenizer(spec, folder, max_length=config.max_sequence_length)
     # Written even where there is none: transformers' own defaults are ids of other models' vocabularies.
     special = {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     name = _DTYPE_NAMES[dtype]
     write_json(folder / "config.json", {**theirs, **special, "dtype": name, "torch_dtype": name})
     write_json(folder / "generation_config.json", {k: v for k, v in special.items() if v is not None})
-    write_weights(folder, to_hf_tensors(config, tensors))
-    report = None
-    if verify:
-        report = verify_folder(folder, config, tensors, load_tokenizer(spec))
-        for line in report.lines():
-            say(line)
-        if report.problems:
-            raise CheckpointError(
-                f"the written folder does not say what the model says: {'; '.join(report.problems)}; "
-                "please report it (--no-verify writes it anyway)"
-            )
-    found = {} if report is None else {"comparisons": [vars(comparison) for comparison in report.logits]}
-    write_json(folder / RECORD_NAME, {**record, "verified": verify, **found})
+
+
+def _verified(folder: Path, model: Source, spec: str, dtype: torch.dtype, say: Callable[[str], Any]) -> Report:
+    tensors = {name: model.read(name, dtype) for name in model.shapes}
+    report = verify_folder(folder, model.config, tensors, load_tokenizer(spec))
+    for line in report.lines():
+        say(line)
+    if report.problems:
+        raise CheckpointError(
+            f"the written folder does not say what the model says: {'; '.join(report.problems)}; "
+            "please report it (--no-verify writes it anyway)"
+        )
     return report
 
 
-def _check_space(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    needed = sum(tensor.nbytes for tensor in tensors.values()) + (64 << 20)  # and the tokenizer's files
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ResourceError(f"{folder.parent}: the folder needs {needed} bytes, {free} are free; free some space")
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
 
 
-def from_hf(source: Path | str, out: Path | str) -> Path:
+def from_hf(
+    source: Path | str,
+    out: Path | str,
+    *,
+    workers: int = 0,
+    say: Callable[[str], Any] = lambda _: None,
+) -> Path:
     """Write a Hugging Face folder as a megafp8 checkpoint of weights only, `<out>/step_00000000`.
 
     The weights become fp32 masters, which hold bf16 and fp16 values exactly: `to_hf` in the folder's own dtype gives
-    back the same bits.
+    back the same bits. An interrupted run goes on where it was.
+
+    Args:
+        workers: as of `to_hf`.
+        say: takes lines for people.
 
     Raises:
         CheckpointError: no model there, pickled or quantized weights, tensors missing, unknown or of wrong shapes.
@@ -186,19 +175,17 @@ def from_hf(source: Path | str, out: Path | str) -> Path:
     source, out = Path(source), Path(out)
     if candidates(out):
         raise ResourceError(f"{out}: holds checkpoints already; choose another folder")
-    config = config_from_hf(read_config(source))
-    tensors = {name: t.float() for name, t in from_hf_tensors(config, read_weights(source)).items()}
-    check_weights(config, tensors)
-    meta: dict[str, Any] = {
-        "step": 0,
-        "consumed_samples": 0,
-        "config": {"model": to_dict(config), "data": {"sequence_length": config.max_sequence_length}},
-        "source": str(source.absolute()),
-        "code_version": __version__,
-    }
-    try:
-        meta["tokenizer"] = identity(load_tokenizer(source))
-        meta["config"]["data"]["tokenizer"] = str(source.absolute())
-    except (DataError, ConfigError):
-        meta["tokenizer"] = None  # the run that starts from these weights names its own
-    return save(out, 0, {stored_name(name): tensor for name, tensor in tensors.items()}, {}, Mesh.single(), meta)
+    with HuggingFaceFolder(source) as model:
+        meta: dict[str, Any] = {
+            "step": 0,
+            "consumed_samples": 0,
+            "config": {"model": to_dict(model.config), "data": {"sequence_length": model.config.max_sequence_length}},
+            "source": str(source.absolute()),
+            "code_version": __version__,
+        }
+        try:
+            meta["tokenizer"] = identity(load_tokenizer(source))
+            meta["config"]["data"]["tokenizer"] = str(source.absolute())
+        except (DataError, ConfigError):
+            meta["tokenizer"] = None  # the run that starts from these weights names its own
+        return write_checkpoint(model, out, meta, workers=workers, say=say)

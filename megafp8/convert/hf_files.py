@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from megafp8.convert.tensor_files import Stored, read_header
 from megafp8.core.errors import CheckpointError
-from megafp8.core.jsonio import fsync_dir, resource_error, write_json
+from megafp8.core.jsonio import write_json
 
 SHARD_BYTES = 5_000_000_000  # as transformers cuts, so that a shard fits the usual upload limits
 INDEX_NAME = "model.safetensors.index.json"
@@ -21,44 +19,30 @@ SINGLE_NAME = "model.safetensors"
 _READABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Write tensors (contiguous) as one file or as shards with an index, durably. Returns the files' names.
+def shard_names(sizes: Sequence[int]) -> list[str]:
+    """The file of each of these tensor groups (bytes), which are not cut: one file, or shards of SHARD_BYTES."""
+    numbers, size = [0] * len(sizes), 0
+    for at, more in enumerate(sizes):
+        size += more
+        new = at > 0 and size > SHARD_BYTES
+        numbers[at] = numbers[at - 1] + new if at else 0
+        size = more if new else size
+    count = numbers[-1] + 1
+    if count == 1:
+        return [SINGLE_NAME] * len(sizes)
+    return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in numbers]
+
+
+def write_index(folder: Path, files: Mapping[str, Mapping[str, Stored]]) -> None:
+    """Write the index of `{file: {tensor: where}}`, if there is more than one file.
 
     Raises:
         ResourceError: no space, no permission.
     """
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    single = len(shards) == 1
-    names = [
-        SINGLE_NAME if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
-    ]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard)
-    if not single:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+        total = sum(stored.bytes for tensors in files.values() for stored in tensors.values())
         write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        names.append(INDEX_NAME)
-    return names
-
-
-def _write_shard(path: Path, shard: Mapping[str, torch.Tensor]) -> None:
-    try:
-        save_file(dict(shard), path, metadata={"format": "pt"})
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        fsync_dir(path.parent)
-    except OSError as error:
-        raise resource_error(error, path) from error
-    except SafetensorError as error:  # its way to say that the disk is full
-        raise resource_error(OSError(None, str(error)), path) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -81,13 +65,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, as stored (bf16, fp16 or fp32), on the CPU.
+def list_weights(folder: Path) -> dict[str, tuple[str, Stored]]:
+    """{tensor: (its file, where it lies there)} of a folder; bf16, fp16 or fp32. Reads headers only.
 
     Raises:
         CheckpointError: no safetensors, an index that does not match its shards, a damaged file, another dtype.
     """
-    tensors: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     names = [SINGLE_NAME]
     if (folder / INDEX_NAME).is_file():
@@ -98,20 +81,19 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
             f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}; pickled weights (.bin, .pt) are not read, "
             "save the model with safe_serialization"
         )
-    for name in names:
-        try:
-            tensors |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name}: cannot be read: {error}") from error
-    missing = sorted(set(weight_map) - set(tensors))
-    if missing:
-        raise CheckpointError(
-            f"{folder / INDEX_NAME}: names {missing[0]}, which {weight_map[missing[0]]} does not hold"
-        )
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _READABLE:
-            raise CheckpointError(f"{folder}: {name} is {tensor.dtype}; only bf16, fp16 and fp32 weights are read")
-    return tensors
+    found: dict[str, tuple[str, Stored]] = {}
+    for file in names:
+        for name, stored in read_header(folder / file).items():
+            if name in found:
+                raise CheckpointError(f"{folder}: {name} is in {found[name][0]} and in {file}")
+            found[name] = (file, stored)
+    lost = sorted(name for name, file in weight_map.items() if found.get(name, ("",))[0] != file)
+    if lost:
+        raise CheckpointError(f"{folder / INDEX_NAME}: names {lost[0]}, which {weight_map[lost[0]]} does not hold")
+    for name, (_, stored) in found.items():
+        if stored.dtype not in _READABLE:
+            raise CheckpointError(f"{folder}: {name} is {stored.dtype}; only bf16, fp16 and fp32 weights are read")
+    return found
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -18,9 +18,11 @@ from megafp8.core.errors import CheckpointError, ConfigError, DataError
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models import ModelConfig, build
 from megafp8.models.decoder import Decoder
+from megafp8.models.names import check_names
 
 MASTER = "optimizer.master."  # the weights are stored once, at full precision, as the optimizer's masters
 BALANCE = "moe."  # biases of experts' routers, which no optimizer holds; never rounded, for they decide choices
+_MAX_LISTED = 20  # tensors in one message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -96,21 +98,38 @@ def stored_name(name: str) -> str:
     return f"{BALANCE if name.endswith('.router.bias') else MASTER}{name}"
 
 
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{our name: whole shape} of what a model of this config stores: its parameters and its routers' biases."""
+    return _shapes_of(build(config, device="meta"))
+
+
+def _shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return shapes | {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith(".router.bias")}
+
+
+def check_shapes(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold the weights that are there against those of a configuration.
+
+    Raises:
+        CheckpointError: names or shapes differ; lists them.
+    """
+    check_names("the weights", wanted, found)
+    wrong = [f"{n} has shape {found[n]}, not {wanted[n]}" for n in sorted(wanted) if tuple(found[n]) != wanted[n]]
+    if wrong:
+        more = f"; and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+        lines = "; ".join(wrong[:_MAX_LISTED])
+        raise CheckpointError(f"the weights are not those of the configuration: {lines}{more}")
+
+
 def check_weights(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Decoder:
     """Hold `tensors` against the config; returns the model that they fit, without memory (on meta).
 
     Raises:
-        CheckpointError: names or shapes are not those of the config; names the first.
+        CheckpointError: names or shapes are not those of the config; lists them.
     """
     model = build(config, dtype=next(iter(tensors.values())).dtype, device="meta")
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    wanted |= {name: tuple(b.shape) for name, b in model.named_buffers() if name.endswith(".router.bias")}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted | found):
-        here, there = wanted.get(name), found.get(name)
-        if here != there:
-            what = "is missing" if there is None else "is unknown" if here is None else f"has shape {there}, not {here}"
-            raise CheckpointError(f"{name} {what}: the weights are not those of the configuration")
+    check_shapes(_shapes_of(model), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return model
 
 

@@ -6,16 +6,17 @@ refused, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megafp8.core.config import nearest, to_dict
 from megafp8.core.errors import CheckpointError, ConfigError
 from megafp8.models.config import ModelConfig
 from megafp8.models.families import FAMILIES
-from megafp8.models.families.rules import Family, Kind, Rule
+from megafp8.models.families.rules import Family, Rule
 
 Tensor = Any
+_MAX_LISTED = 20  # names in one message
 # Buffers that older exports carry; they are arithmetic, not weights.
 _IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
@@ -24,38 +25,55 @@ def to_hf_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[st
     """Our whole tensors under Hugging Face's names and shapes; any dtype, contiguous.
 
     Raises:
-        CheckpointError: a tensor is missing or unknown.
+        CheckpointError: tensors are missing or unknown, all of them listed.
     """
-    theirs: dict[str, Tensor] = {}
-    left = dict(tensors)
-    for rule in _rules(config):
-        if rule.ours not in left:
-            raise CheckpointError(f"{rule.ours} is missing; a {config.family} model of this config has it")
-        parts = _split(config, rule.kind, left.pop(rule.ours))
-        theirs.update(zip(rule.theirs, parts, strict=True))
-    if left:
-        raise CheckpointError(f"{sorted(left)[0]} has no Hugging Face name in family {config.family}")
-    return theirs
+    rules = list(resolved_rules(config))
+    check_names("the model's tensors", {rule.ours for rule in rules}, tensors)
+    return {
+        name: part.contiguous()
+        for rule in rules
+        for name, part in zip(rule.theirs, split(config, rule, tensors[rule.ours]), strict=True)
+    }
 
 
 def from_hf_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's tensors under our names and shapes.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or not of the shape that the config asks for.
+        CheckpointError: tensors are missing or unknown, all of them listed.
     """
-    left = {name: t for name, t in tensors.items() if not name.endswith(_IGNORED_ENDINGS)}
-    ours: dict[str, Tensor] = {}
-    for rule in _rules(config):
-        missing = [name for name in rule.theirs if name not in left]
-        if missing:
-            raise CheckpointError(f"{missing[0]} is missing{nearest(missing[0], left)}")
-        ours[rule.ours] = _join(config, rule.kind, [left.pop(name) for name in rule.theirs])
-    if config.tied_embeddings:
-        left.pop("lm_head.weight", None)  # some exports repeat the embedding
-    if left:
-        raise CheckpointError(f"{sorted(left)[0]} has no place in a {config.family} model of this config")
-    return ours
+    rules = list(resolved_rules(config))
+    check_names("the folder's tensors", foreign_names(config), {n for n in tensors if not is_ignored(config, n)})
+    return {rule.ours: join(config, rule, [tensors[name] for name in rule.theirs]) for rule in rules}
+
+
+def foreign_names(config: ModelConfig) -> set[str]:
+    """Every Hugging Face tensor that a model of this config has."""
+    return {name for rule in resolved_rules(config) for name in rule.theirs}
+
+
+def is_ignored(config: ModelConfig, name: str) -> bool:
+    """Whether a foreign tensor carries nothing: buffers of arithmetic, and the embedding repeated as tied output."""
+    return name.endswith(_IGNORED_ENDINGS) or (config.tied_embeddings and name == "lm_head.weight")
+
+
+def check_names(what: str, wanted: Collection[str], found: Collection[str]) -> None:
+    """Compare two sets of tensor names.
+
+    Raises:
+        CheckpointError: they differ; lists what is missing and what is unknown.
+    """
+    missing = [name for name in wanted if name not in found]
+    unknown = [name for name in found if name not in wanted]
+    if missing or unknown:
+        hint = nearest(missing[0], unknown) if len(missing) == 1 else ""
+        parts = [f"{text}: {_listed(names)}" for text, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise CheckpointError(f"{what} are not those of the configuration; {'; '.join(parts)}{hint}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(sorted(names)[:_MAX_LISTED]) + more
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -89,19 +107,22 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"config.json of a {model_type}: {error}") from error
 
 
-def _rules(config: ModelConfig) -> Iterator[Rule]:
-    """The rules of the tensors that this config has, numbers of layers and experts filled in."""
+def resolved_rules(config: ModelConfig) -> Iterator[Rule]:
+    """A rule for each tensor that this config has, in model order, numbers of layers and experts filled in."""
     experts = range(config.moe.num_experts)
-    for rule in FAMILIES[config.family].rules:
-        if "{i}" not in rule.ours:
-            if _has(config, rule.ours):
-                yield rule
-            continue
-        for i in range(config.num_layers):
+    rules = FAMILIES[config.family].rules
+    at = next(number for number, rule in enumerate(rules) if "{i}" in rule.ours)
+    layers = [rule for rule in rules if "{i}" in rule.ours]
+    outside = [rule for rule in rules if "{i}" not in rule.ours and _has(config, rule.ours)]
+    first = sum(rule in outside for rule in rules[:at])
+    yield from outside[:first]
+    for i in range(config.num_layers):
+        for rule in layers:
             if _has(config, rule.ours, i):
                 numbers = experts if "{e}" in rule.theirs[0] else range(1)
                 names = (name.format(i=i, e=e) for e in numbers for name in rule.theirs)
                 yield Rule(rule.ours.format(i=i), tuple(names), rule.kind)
+    yield from outside[first:]
 
 
 def _has(config: ModelConfig, name: str, layer: int = -1) -> bool:
@@ -131,32 +152,37 @@ def _has_mlp(config: ModelConfig, name: str, layer: int) -> bool:
     return not moe.is_moe_layer(layer) and (config.mlp_bias or not name.endswith(".bias"))
 
 
-def _split(config: ModelConfig, kind: Kind, tensor: Tensor) -> list[Tensor]:
-    match kind:
+def split(config: ModelConfig, rule: Rule, tensor: Tensor) -> list[Tensor]:
+    """Our tensor of a resolved rule as the foreign ones, in the order of `rule.theirs`; views where it can be done."""
+    match rule.kind:
         case "copy":
-            parts = [tensor]
+            return [tensor]
         case "conv1d":
-            parts = [tensor.T]
+            return [tensor.T]
         case "stack":
-            parts = list(tensor)
+            return list(tensor)
         case "stack_pairs":
-            parts = [matrix for pair in tensor for matrix in pair]
-        case _:
-            g, d = config.num_kv_heads, config.head_dim
-            r = config.num_attention_heads // g
-            grouped = tensor.reshape(g, r + 2, d, *tensor.shape[1:])
-            parts = [grouped[:, :r], grouped[:, r], grouped[:, r + 1]]
-            parts = [part.reshape(-1, *tensor.shape[1:]) for part in parts]
-            if kind != "qkv":
-                whole = tensor.new_empty(tensor.shape)
-                for part, rows in zip(parts, _rows(config), strict=True):
-                    whole[rows] = part
-                parts = [whole.T if kind == "conv1d_qkv" else whole]
-    return [part.contiguous() for part in parts]
+            return [matrix for pair in tensor for matrix in pair]
+    parts = split_qkv(config, tensor)
+    if rule.kind == "qkv":
+        return parts
+    whole = tensor.new_empty(tensor.shape)
+    for part, rows in zip(parts, _rows(config), strict=True):
+        whole[rows] = part
+    return [whole.T if rule.kind == "conv1d_qkv" else whole]
 
 
-def _join(config: ModelConfig, kind: Kind, parts: list[Tensor]) -> Tensor:
-    match kind:
+def split_qkv(config: ModelConfig, tensor: Tensor) -> list[Tensor]:
+    """Queries, keys and values ([heads x head_dim, ...] each) of our fused tensor, which interleaves them by group."""
+    g, d = config.num_kv_heads, config.head_dim
+    r = config.num_attention_heads // g
+    grouped = tensor.reshape(g, r + 2, d, *tensor.shape[1:])
+    return [part.reshape(-1, *tensor.shape[1:]) for part in (grouped[:, :r], grouped[:, r], grouped[:, r + 1])]
+
+
+def join(config: ModelConfig, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+    """The foreign tensors of a resolved rule, in the order of `rule.theirs`, as our one."""
+    match rule.kind:
         case "copy":
             return parts[0]
         case "conv1d":
@@ -165,11 +191,10 @@ def _join(config: ModelConfig, kind: Kind, parts: list[Tensor]) -> Tensor:
             whole = parts[0].new_empty((len(parts), *parts[0].shape))
             for i, part in enumerate(parts):
                 whole[i] = part
-            return whole if kind == "stack" else whole.reshape(-1, 2, *parts[0].shape)
-        case "conv1d_qkv":
-            parts = [parts[0].T]
-    if len(parts) == 1:
-        parts = [parts[0][rows] for rows in _rows(config)]
+            return whole if rule.kind == "stack" else whole.reshape(-1, 2, *parts[0].shape)
+    if rule.kind != "qkv":
+        joint = parts[0].T if rule.kind == "conv1d_qkv" else parts[0]
+        parts = [joint[rows] for rows in _rows(config)]
     g, d = config.num_kv_heads, config.head_dim
     r = config.num_attention_heads // g
     rest = parts[0].shape[1:]

@@ -10,7 +10,7 @@ import torch
 
 from megafp8.checkpoint import load_tensors
 from megafp8.convert.hf_files import write_weights
-from megafp8.convert.hf_source import open_source
+from megafp8.convert.source import HuggingFaceFolder
 from megafp8.core.jsonio import write_json
 from megafp8.infer.weights import MASTER, model_config, weights
 from megafp8.models.names import hf_config, to_hf_tensors
@@ -37,7 +37,7 @@ def begun(rank: int, world: int, config: RunConfig) -> tuple[dict[str, np.ndarra
     torch.set_num_threads(1)
     mesh = make_mesh(config, world)
     parts = assemble(config, mesh, torch.device("cpu"), Tokens(config, mesh), corpus={"fingerprint": "made"})
-    assert begin_from(parts, open_source) is None
+    assert begin_from(parts, HuggingFaceFolder) is None
     state = whole(*tensors_of(parts), mesh)
     return state, train_step(parts, 1, 1e-2).loss
 

@@ -40,9 +40,9 @@ def test_a_checkpoint_comes_back_as_the_same_model(tmp_path, fields):
 
 def test_what_is_wrong_is_named(tmp_path):
     config, masters = config_of(), masters_of(config_of())
-    with pytest.raises(CheckpointError, match=r"final_norm.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"missing: final_norm.weight"):
         build_model(config, {n: t for n, t in masters.items() if n != "final_norm.weight"})
-    with pytest.raises(CheckpointError, match=r"extra is unknown"):
+    with pytest.raises(CheckpointError, match=r"unknown: extra"):
         build_model(config, {**masters, "extra": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"output.weight has shape \(1, 2\), not \(260, 32\)"):
         build_model(config, {**masters, "output.weight": torch.zeros(1, 2)})

@@ -1,0 +1,184 @@
+"""What is converted: whole tensors by our names, one at a time, from our checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megafp8.checkpoint import TensorReader, find
+from megafp8.checkpoint.manifest import MANIFEST_NAME
+from megafp8.convert.hf_files import list_weights, read_config
+from megafp8.convert.tensor_files import read_tensor
+from megafp8.core.errors import CheckpointError
+from megafp8.core.jsonio import sha256_file
+from megafp8.infer.weights import BALANCE, MASTER, check_shapes, model_config, tokenizer_path, weight_shapes
+from megafp8.models import ModelConfig
+from megafp8.models.families.rules import Rule
+from megafp8.models.names import check_names, config_from_hf, foreign_names, is_ignored, join, resolved_rules
+
+
+class Source(ABC):
+    """A model whose tensors are read one at a time; any thread may read.
+
+    Attributes:
+        path: where it is.
+        config: its model section, without what only training uses (a capacity that drops tokens).
+        fingerprint: changes whenever its content does.
+        shapes: {our name: whole shape}; exactly what the config asks for.
+        dtypes: {our name: stored dtype}.
+    """
+
+    path: Path
+    config: ModelConfig
+    fingerprint: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+
+    def __enter__(self) -> Source:
+        return self
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor on the CPU, in `dtype` (None: as stored; routers' biases always are)."""
+
+    @abstractmethod
+    def tokenizer(self, given: str | Path | None = None) -> str:
+        """Where its tokenizer is; `given`, if it has moved."""
+
+
+def open_source(path: Path | str) -> Source:
+    """Open a checkpoint, the newest one of a run, or a Hugging Face folder of unquantized weights.
+
+    Raises:
+        CheckpointError: none of these, damaged, or its tensors are not those of its configuration (all listed).
+        ConfigError: a model that no family of ours serves.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file() and not (path / MANIFEST_NAME).exists():
+        return HuggingFaceFolder(path)
+    return Checkpoint(find(path))
+
+
+def unrounded(name: str) -> bool:
+    """Whether one of our tensors keeps its dtype whatever the others are rounded to: it decides choices."""
+    return name.endswith(".router.bias")
+
+
+class Checkpoint(Source):
+    """One of our checkpoints: its fp32 masters; every byte that is read has passed its checksum."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = model_config(path)
+        self.config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
+        self.fingerprint = sha256_file(path / MANIFEST_NAME)
+        self._tensors = TensorReader(path)
+        self._stored = {
+            name.removeprefix(prefix): name
+            for prefix in (MASTER, BALANCE)
+            for name in self._tensors.shapes
+            if name.startswith(prefix)
+        }
+        if not self._stored:
+            raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
+        self.shapes = {name: self._tensors.shapes[stored] for name, stored in self._stored.items()}
+        self.dtypes = {name: self._tensors.dtypes[stored] for name, stored in self._stored.items()}
+        check_shapes(weight_shapes(self.config), self.shapes)
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.__exit__()
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor on the CPU, in `dtype` (None: as stored), rounded once, to nearest even.
+
+        Raises:
+            CheckpointError: its bytes are damaged; names the file.
+        """
+        return self._tensors.read(self._stored[name], None if unrounded(name) else dtype)
+
+    def tokenizer(self, given: str | Path | None = None) -> str:
+        """Where its tokenizer is.
+
+        Raises:
+            DataError: it is missing, or another one than the model was trained with.
+        """
+        return tokenizer_path(self.path, given)
+
+
+class HuggingFaceFolder(Source):
+    """A Hugging Face folder of safetensors in bf16, fp16 or fp32; its tensors are joined under our names when read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = config_from_hf(read_config(path))
+        listed = list_weights(path)
+        self._stored = {name: place for name, place in listed.items() if not is_ignored(self.config, name)}
+        check_names(f"{path}: its tensors", foreign_names(self.config), self._stored)
+        self._rules = {rule.ours: rule for rule in resolved_rules(self.config)}
+        self.shapes = {name: self._shape(rule) for name, rule in self._rules.items()}
+        self.dtypes = {name: self._dtype(rule) for name, rule in self._rules.items()}
+        check_shapes(weight_shapes(self.config), self.shapes)
+        self.fingerprint = self._fingerprint()
+        self._files: dict[str, int] = {}
+        self._opening = threading.Lock()
+        self._close = ExitStack()
+
+    def _fingerprint(self) -> str:
+        """Of names, sizes and times of its files: to hash the weights would cost as much as to convert them."""
+        names = {file for file, _ in self._stored.values()} | {"config.json"}
+        stats = {name: (self.path / name).stat() for name in sorted(names)}
+        return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()])
+
+    def __exit__(self, *_: object) -> None:
+        self._close.close()
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor on the CPU by our name, in `dtype` (None: as stored).
+
+        Raises:
+            CheckpointError: its file is cut short or cannot be read.
+        """
+        rule = self._rules[name]
+        dtype = dtype if not unrounded(name) else torch.float32
+        parts = [self._read(theirs, dtype or self.dtypes[name]) for theirs in rule.theirs]
+        return join(self.config, rule, parts)
+
+    def tokenizer(self, given: str | Path | None = None) -> str:
+        """The folder itself holds it."""
+        return str(given or self.path)
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        file, stored = self._stored[name]
+        with self._opening:
+            if file not in self._files:
+                try:
+                    self._files[file] = os.open(self.path / file, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(f"{self.path / file}: cannot be read: {error.strerror or error}") from error
+                self._close.callback(os.close, self._files[file])
+        return read_tensor(self._files[file], stored, dtype, self.path / file)
+
+    def _shape(self, rule: Rule) -> tuple[int, ...]:
+        shapes = [self._stored[name][1].shape for name in rule.theirs]
+        alike = rule.kind not in ("stack", "stack_pairs") or len(set(shapes)) == 1  # else one would be spread over all
+        try:
+            if alike:
+                return tuple(join(self.config, rule, [torch.empty(shape, device="meta") for shape in shapes]).shape)
+        except (RuntimeError, IndexError):
+            pass
+        found = ", ".join(f"{name} {shape}" for name, shape in zip(rule.theirs, shapes, strict=True))
+        raise CheckpointError(f"{self.path}: these make no {rule.ours} of this configuration: {found}")
+
+    def _dtype(self, rule: Rule) -> torch.dtype:
+        dtypes = {self._stored[name][1].dtype for name in rule.theirs}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
