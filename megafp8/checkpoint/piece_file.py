@@ -22,6 +22,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 1 << 20  # read, checked and rounded while it is in a core's cache
 
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes row-major, on the CPU; a view of it where it lies so already."""
     # view(uint8) of a 0-dim tensor is refused, hence reshape first

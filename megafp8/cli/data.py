@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "stats":
             action.add_argument("--json", action="store_true", help="as JSON")
 
-
     report = actions.add_parser("report", help="write a corpus's report.html again", allow_abbrev=False)
     report.add_argument("folder", help="output folder of `megafp8 preprocess`")
 

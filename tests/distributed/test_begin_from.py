@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from megafp8.checkpoint import load_tensors
-from megafp8.convert.hf_files import write_weights
 from megafp8.convert.source import HuggingFaceFolder
 from megafp8.core.jsonio import write_json
 from megafp8.infer.weights import MASTER, model_config, weights
@@ -51,7 +51,7 @@ def write_folder(checkpoint: Path, folder: Path) -> None:
     config = model_config(checkpoint)
     folder.mkdir()
     write_json(folder / "config.json", hf_config(config))
-    write_weights(folder, to_hf_tensors(config, weights(checkpoint, torch.bfloat16)))
+    save_file(to_hf_tensors(config, weights(checkpoint, torch.bfloat16)), folder / "model.safetensors")
 
 
 def test_a_foreign_folder_on_any_mesh(tmp_path):
