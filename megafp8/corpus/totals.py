@@ -129,8 +129,9 @@ class Totals:
             other = f", {self.num_other_language} not in source.languages ({wanted})" if wanted else ""
             dropped = "".join(f", {sum(r.values())} dropped by {step} ({max(r, key=r.__getitem__)})"
                               for step, r in self.dropped.items())  # fmt: skip
+            bad = f", {self.num_bad} bad, first: {self.first_bad}" if self.num_bad else ""
             raise DataError(
-                f"no documents: {self.num_records} records, {self.num_empty} of them without text{other}{dropped}"
+                f"no documents: {self.num_records} records, {self.num_empty} of them without text{other}{dropped}{bad}"
             )
 
     def judge_splits(self, config: CorpusConfig) -> None:
