@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from megafp8.core.errors import DataError, MegaError, ResourceError
 
 _SEAL = "checksum"  # the key of a JSON file's checksum over the rest of it
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
 _RESOURCE_ERRNOS = {
     errno.ENOSPC: "no space left on the device; free some or choose another folder",
     errno.EDQUOT: "disk quota exceeded; free some or choose another folder",
@@ -27,7 +29,10 @@ _RESOURCE_ERRNOS = {
 
 def resource_error(error: OSError, path: Path) -> MegaError:
     """Turn an operating system's refusal into one line; what is not one of these comes back as ResourceError too."""
-    hint = _RESOURCE_ERRNOS.get(error.errno or 0, error.strerror or str(error))
+    number = error.errno or 0
+    if not number and _SHORT_WRITE.search(str(error)):  # numpy says how much was written, and not why
+        number = errno.ENOSPC
+    hint = _RESOURCE_ERRNOS.get(number, error.strerror or str(error))
     return ResourceError(f"{path}: {hint}")
 
 

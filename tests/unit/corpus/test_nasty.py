@@ -27,13 +27,6 @@ ALL = json.loads((SHARED / "MANIFEST.json").read_text(encoding="utf-8")) if SHAR
 DAMAGED = (
     "utf16.jsonl", "pretty.json", "truncated.jsonl.gz", "truncated.jsonl.zst", "bitflip.jsonl.gz", "bitflip.jsonl.zst",
 )  # fmt: skip
-    "utf16.jsonl",
-    "pretty.json",
-    "truncated.jsonl.gz",
-    "truncated.jsonl.zst",
-    "bitflip.jsonl.gz",
-    "bitflip.jsonl.zst",
-)
 # Python's json takes 3,000 brackets or not, by its version; the manifest allows both
 EITHER = {"deep.jsonl": ((2, 0), (1, 1)), "gz_named_plain.jsonl.gz": ((2, 0),), "plain_named_gz.jsonl": ((1, 0),)}
 

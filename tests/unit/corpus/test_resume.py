@@ -239,3 +239,34 @@ def test_disk_full_is_one_line_and_goes_on_later(
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train.bin").exists()
     preprocess(config())
     assert contents(tmp_path / "whole") == contents(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root mounts a file system")
+def test_a_disk_that_is_really_full(contents: Callable, config: Callable, tmp_path: Path) -> None:
+    """A file system of growing size: each run ends in one line or is done, and the next one goes on; so with a full
+    folder for temporary files, which nothing needs."""
+    steps = [{"kind": "exact"}, {"kind": "minhash"}]
+    output = {"folder": str(tmp_path / "disk" / "out"), "workers": 2, "shuffle": True}
+    settings = {"tokenizer": {"path": "bytes"}, "executor": {"shard_bytes": 12_000, "part_bytes": 8_000}}
+    preprocess(config("whole", steps, **settings, output={**output, "folder": str(tmp_path / "whole")}))
+    (tmp_path / "c.toml").write_text(dump_toml(config("", steps, **settings, output=output)))
+    command = [sys.executable, "-m", "megafp8", "preprocess", str(tmp_path / "c.toml")]
+    (tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", tmp_path / "disk"], check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        failed = 0
+        for size in range(60, 8000, 250):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", tmp_path / "disk"], check=True)
+            environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path / "disk")}
+            done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+            if done.returncode == 0:
+                break
+            failed += 1
+            lines = [line for line in done.stderr.splitlines() if "rror" in line]
+            assert done.returncode == 6 and len(lines) == 1 and "no space left" in lines[0], done.stderr
+            assert not (tmp_path / "disk" / "out" / "manifest.json").exists()
+        assert failed > 3 and contents(tmp_path / "whole") == contents(tmp_path / "disk" / "out")
+    finally:
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
