@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 import zstandard
 
-from megafp8.corpus.storage import open_binary, read_head
+from megafp8.corpus.storage import UnreadableError, open_binary, read_head
 
 _CHUNK = 1 << 14  # bytes that a decoder takes at once, and gzip gives: bounds how far a chunk can swell
 _BUFFER = 1 << 20
@@ -53,7 +53,7 @@ class InputStream(io.RawIOBase):
     """
 
     def __init__(self, path: Path | str, *, start: int = 0, stop: int = 0) -> None:
-        self._file = open_binary(path)
+        self._path, self._file = path, open_binary(path)
         self.start, self.stop = start, stop or sys.maxsize
         self._digest = xxhash.xxh3_128()
         self._left_in_range = stop - start if stop else sys.maxsize
@@ -72,7 +72,10 @@ class InputStream(io.RawIOBase):
         self.reader = io.BufferedReader(self, _BUFFER)
 
     def _read(self, size: int) -> bytes:
-        data = self._file.read(min(size, self._left_in_range))
+        try:
+            data = self._file.read(min(size, self._left_in_range))
+        except OSError as error:
+            raise UnreadableError(f"{self._path}: cannot be read: {error.strerror or error}") from error
         self._left_in_range -= len(data)
         self._digest.update(data)
         self.position += len(data)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from megafp8.core.errors import ConfigError, DataError
+from megafp8.core.errors import ConfigError
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Record
@@ -65,14 +65,11 @@ class FileSource:
     def records(self) -> Iterator[Record]:
         done = 0
         for file in self.files:
-            try:
-                with InputStream(file.path) as stream:
-                    for record in stream_records(file.path, stream, self.config):
-                        self.position = done + stream.position
-                        yield replace(record, held_out=True) if file.path in self.held_out else record
-                    self.checksums[file.path] = stream.checksum()
-            except OSError as error:
-                raise DataError(f"{file.path}: cannot be read: {error.strerror}") from error
+            with InputStream(file.path) as stream:
+                for record in stream_records(file.path, stream, self.config):
+                    self.position = done + stream.position
+                    yield replace(record, held_out=True) if file.path in self.held_out else record
+                self.checksums[file.path] = stream.checksum()
             done += file.num_bytes
             self.position = done
 

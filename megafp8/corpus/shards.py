@@ -12,11 +12,13 @@ from typing import Any
 
 import xxhash
 
+from megafp8.core.errors import DataError
 from megafp8.corpus.compressed import InputStream, is_plain
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Record
 from megafp8.corpus.readers import InputFile, stream_records
 from megafp8.corpus.stdlib_docs import StdlibSource
+from megafp8.corpus.storage import input_file, is_url
 from megafp8.corpus.tasks import Input, Work
 
 
@@ -122,6 +124,22 @@ def shard_values(shard: Shard, config: Mapping[str, Any], held_out: set[str]) ->
     }
 
 
+def check_unchanged(one: Input) -> None:
+    """Make sure that a user's file is still what it was when the run began.
+
+    Raises:
+        DataError: it was written to, so that what has been read may be half of this and half of that.
+    """
+    if is_url(one.path):  # objects are replaced as a whole
+        return
+    now = input_file(one.path)
+    if (now.num_bytes, now.mtime_ns) != (one.num_bytes, one.mtime_ns):
+        raise DataError(
+            f"{one.path}: was written to while it was being read ({one.num_bytes} bytes before, {now.num_bytes} now); "
+            "wait until it is complete, then run the same command again"
+        )
+
+
 def read_shard(work: Work, config: SourceConfig) -> Iterator[tuple[Record, int]]:
     """The records of a task's shard, each with the bytes read so far."""
     if config.kind == "python_stdlib":
@@ -137,4 +155,5 @@ def read_shard(work: Work, config: SourceConfig) -> Iterator[tuple[Record, int]]
             for record in stream_records(one.path, stream, config, work.values["first_line"]):
                 yield (replace(record, held_out=True) if number in held_out else record), done + stream.position
             work.set_checksum(number, stream.checksum())
+            check_unchanged(one)
         done += stream.position

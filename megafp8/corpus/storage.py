@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import fsspec
 import xxhash
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, MegaError, ResourceError
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,25 @@ def is_url(path: Path | str) -> bool:
     return "://" in str(path)
 
 
+class UnreadableError(MegaError):
+    """A disk or a store refuses in the middle of a file: next time it may not, and of other files it says nothing."""
+
+    exit_code = ResourceError.exit_code
+
+
 def open_binary(path: Path | str) -> Any:
-    """A file for reading, seekable, unbuffered where it is local."""
-    if is_url(path):
-        return fsspec.open(str(path), "rb").open()
-    return open(path, "rb", buffering=0)
+    """A file for reading, seekable, unbuffered where it is local.
+
+    Raises:
+        DataError: it is not there, or may not be read.
+        UnreadableError: anything else that the disk or the store says.
+    """
+    try:
+        return fsspec.open(str(path), "rb").open() if is_url(path) else open(path, "rb", buffering=0)
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_head(path: Path | str, num_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ import pyarrow.parquet
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Document, Record, document_of
-from megafp8.corpus.storage import open_binary
+from megafp8.corpus.storage import UnreadableError, open_binary
 
 _BATCH_ROWS = 256
 
@@ -40,7 +40,7 @@ def records(path: str, stream: InputStream, config: SourceConfig, first_line: in
                 row += group.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
-            raise
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror}") from error
         yield Record(path, 1, Bad(path, 1, f"not a Parquet file: {_first_line(error)}", damaged=True))
 
 
@@ -62,7 +62,7 @@ def _group_records(path: str, table: Any, number: int, row: int, config: SourceC
                 done += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:
-            raise
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror}") from error
         left = table.metadata.row_group(number).num_rows - done
         reason = f"{left} rows of row group {number} cannot be read: {_first_line(error)}"
         yield Record(path, row + done, Bad(path, row + done, reason, damaged=True))

@@ -8,7 +8,7 @@ from typing import Any
 from megafp8.corpus.documents import Document, text_hash
 from megafp8.corpus.fertility import Fertility
 from megafp8.corpus.parts import read_view
-from megafp8.corpus.stages.tokenize import task_tokenizer
+from megafp8.corpus.stages.tokenize import name_failing, task_tokenizer
 from megafp8.corpus.tasks import Work
 
 VERSION = 1
@@ -18,7 +18,11 @@ def run(work: Work) -> dict[str, Any]:
     """`languages`: counts of `fertility.Counts` by language; `first_loss`."""
     tokenizer = task_tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
     found = Fertility(tokenizer.vocab_size)
-    found.measure(tokenizer, _sample(work))
+    try:
+        found.measure(tokenizer, _sample(work))
+    except Exception:
+        name_failing(tokenizer, _sample(work))
+        raise
     return found.to_json()
 
 

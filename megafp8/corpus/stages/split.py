@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafp8.corpus.compressed import InputStream
+from megafp8.corpus.shards import check_unchanged
 from megafp8.corpus.tasks import Work
 
 VERSION = 1
@@ -21,4 +22,5 @@ def run(work: Work) -> dict[str, int]:
             done += len(chunk)
             work.report(done_bytes=done)
         work.set_checksum(0, stream.checksum())
+    check_unchanged(one)
     return {"lines": lines, "first_end": first_end}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
@@ -86,6 +86,37 @@ def _batches(work: Work) -> Iterator[list[tuple[Document, bool]]]:
         yield batch
 
 
+def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids as `encode_documents` gives them.
+
+    Raises:
+        DataError: the tokenizer fails on a document, which is named.
+    """
+    try:
+        return encode_documents(tokenizer, [document.text for document in documents])
+    except EngineMismatchError:
+        raise
+    except Exception:
+        name_failing(tokenizer, documents)
+        raise
+
+
+def name_failing(tokenizer: Tokenizer, documents: Iterable[Document]) -> None:
+    """Find the document on which a tokenizer fails.
+
+    Raises:
+        DataError: with its name.
+    """
+    for document in documents:
+        try:
+            encode_documents(tokenizer, [document.text])
+        except Exception as error:
+            raise DataError(
+                f"document {document.id!r} of {document.source}: the tokenizer fails on it "
+                f"({type(error).__name__}: {error}); take it out of the input, or use another tokenizer"
+            ) from error
+
+
 class _SplitWriter:
     """What a task adds to one split."""
 
@@ -99,7 +130,7 @@ class _SplitWriter:
         self.figures = Figures()
 
     def add(self, documents: list[Document], tokenizer: Tokenizer) -> None:
-        found, lengths = encode_documents(tokenizer, [document.text for document in documents])
+        found, lengths = _encoded(tokenizer, documents)
         ids = as_ids(found, self._dtype)
         self._ids.write(ids.tobytes())
         self._lengths.write(as_ids(lengths, np.dtype("<i4")).tobytes())

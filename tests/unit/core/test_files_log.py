@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from megafp8.core import log
 from megafp8.core.errors import DataError, ResourceError
-from megafp8.core.jsonio import read_json, write_atomic, write_json
+from megafp8.core.jsonio import read_json, resource_error, write_atomic, write_json
 
 
 def test_write_and_read(tmp_path):
@@ -29,6 +30,11 @@ def test_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match="no space left"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_numpy_does_not_say_that_the_disk_is_full():
+    error = resource_error(OSError("5656 requested and 2552 written"), Path("/x"))
+    assert isinstance(error, ResourceError) and "/x: no space left" in str(error)
 
 
 def test_a_folder_that_is_a_file(tmp_path):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +17,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megafp8.core.errors import DataError
+from megafp8.core.config import dump_toml
+from megafp8.core.errors import DataError, ResourceError
+from megafp8.corpus import compressed, shards, tokenizer_check
 from megafp8.corpus.parts import read_lines, read_part
 from megafp8.corpus.run import preprocess
+from megafp8.corpus.tasks import Work
+from megafp8.data import tokenizer
 
 BYTES = {"tokenizer": {"path": "bytes"}, "split": {"valid_share": 0.0}}
 
@@ -123,6 +132,126 @@ def test_another_corpus_is_not_replaced(config: Callable, tmp_path: Path, text: 
     made = config(output={"folder": str(tmp_path / "out"), "replace": True}, **other)
     assert preprocess(made).manifest["counts"]["num_records"] == 1
     assert preprocess(config(**other)).was_done, "replacing changes no byte"
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 26, 12_000])
+def test_a_file_that_grows_while_it_is_read(
+    config: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    """A record that is half written would be a bad one, and a file cut by lines would be cut by the lines it had."""
+    report, grown = Work.report, []
+
+    def grow(self: Work, **counts: int) -> None:
+        if not grown:
+            grown.append(self.task.stage)
+            with open(text / "part-1.jsonl", "ab") as file:
+                file.write(b'{"text": "more"}\n{"text": "ha')
+        report(self, **counts)
+
+    monkeypatch.setattr(Work, "report", grow)
+    settings = {**BYTES, "executor": {"shard_bytes": shard_bytes}}
+    with pytest.raises(DataError, match=r"part-1.jsonl: was written to while it was being read \(\d+ bytes before"):
+        preprocess(config(**settings))
+    assert grown == ["read" if shard_bytes > 1 << 20 else "split"]
+    with open(text / "part-1.jsonl", "ab") as file:
+        file.write(b'lf"}\n')
+    counts = preprocess(config(**settings)).manifest["counts"]
+    assert (counts["num_records"], counts["num_bad"]) == (602, 0)
+
+
+@pytest.mark.parametrize("in_sample", [True, False])
+def test_the_document_on_which_the_tokenizer_fails_is_named(
+    config: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_sample: bool
+) -> None:
+    encode = tokenizer.ByteTokenizer.encode_batch
+
+    def fail(self: Any, texts: list[str]) -> list[list[int]]:
+        if any("</s>" in text for text in texts):
+            raise ValueError("no piece")
+        return encode(self, texts)
+
+    monkeypatch.setattr(tokenizer.ByteTokenizer, "encode_batch", fail)
+    if not in_sample:  # the check before the work looks at the first document of each part alone
+        monkeypatch.setattr(tokenizer_check, "_SAMPLE_BYTES", 1)
+    with pytest.raises(DataError, match=r"document '.*part-0.jsonl:7' of .*: the tokenizer fails on it \(ValueError"):
+        preprocess(config(**BYTES))
+    if in_sample:
+        return
+    assert list((tmp_path / "out" / "stages" / "tokenize").glob("*.log"))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_what_can_be_made_without_a_task_is_made(
+    config: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two files cannot be read: the other one's signatures, or tokens, are there, and the run says so."""
+    records = shards.stream_records
+
+    def fail(path: str, *rest: Any) -> Any:
+        if path.endswith("part-1.jsonl"):
+            raise RuntimeError("a segment fault of a library")
+        return records(path, *rest)
+
+    executor = {"shard_bytes": 2000, "retries": 0}
+    (text / "part-0.jsonl").write_bytes(gzip.compress((text / "part-0.jsonl").read_bytes(), mtime=0))  # not cut
+    (text / "part-1.jsonl").write_bytes(gzip.compress((text / "part-1.jsonl").read_bytes(), mtime=0))
+    for name, steps, last in (("a", [], ["check", "tokenize"]), ("b", [{"kind": "exact"}], ["check", "signatures"])):
+        with monkeypatch.context() as patch, pytest.raises(ResourceError, match="1 tasks were set aside.*part-1.*stay"):
+            patch.setattr(shards, "stream_records", fail)
+            preprocess(config(name, steps, **BYTES, executor=executor))
+        log = lines_of(tmp_path / name / "stages" / "log.jsonl")
+        found = [(entry["event"], entry["stage"]) for entry in log]
+        assert found == [("done", "read"), ("set aside", "read"), *(("done", stage) for stage in last)]
+        assert not (tmp_path / name / "manifest.json").exists()
+        assert preprocess(config(name, steps, **BYTES, executor=executor)).manifest["counts"]["num_records"] == 600
+
+
+def test_a_disk_that_fails_once_costs_an_attempt(config: Callable, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that always fails costs that file's task alone."""
+    opened, errors = compressed.open_binary, [0]
+
+    class Sick(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            if errors[0] and "part-1" in str(self.name):
+                errors[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(size)
+
+    monkeypatch.setattr(compressed, "open_binary", lambda path: Sick(path) if "part-" in str(path) else opened(path))
+    settings = {**BYTES, "executor": {"shard_bytes": 12_000, "retries": 1}}
+    errors[0] = 1
+    preprocess(config("once", **settings))
+    errors[0] = 1000
+    with pytest.raises(ResourceError, match=r"tasks were set aside.*part-1.jsonl: cannot be read: Input/output error"):
+        preprocess(config("always", **settings))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes someone else")
+def test_no_permission_is_one_line(config: Callable, text: Path, tmp_path: Path) -> None:
+    """As nobody: a folder of someone else's, a file of someone else's, a corpus of someone else's."""
+    preprocess(config("theirs", **BYTES))
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    (tmp_path / "mine").mkdir()
+    os.chown(tmp_path / "mine", 65534, 65534)
+    (text / "part-2.jsonl").write_text('{"text": "x"}\n')
+    (text / "part-2.jsonl").chmod(0o600)
+    only = {"files": [f"{text}/part-0*"]}
+    # one run as root: nobody may not read this Python's modules, where it is installed in root's home
+    (tmp_path / "warm.toml").write_text(dump_toml(config("warm", **BYTES)))
+    code = f"import os\nfrom megafp8.cli.main import main\nmain(['preprocess', '{tmp_path}/warm.toml'])\n"
+    code += "print('=')\nos.setgid(65534)\nos.setuid(65534)\n"
+    for number, made in enumerate((
+        config("new", source=only, **BYTES), config("theirs", source=only, **BYTES), config("mine/a", **BYTES),
+    )):  # fmt: skip
+        (tmp_path / f"{number}.toml").write_text(dump_toml(made))
+        code += f"print(main(['preprocess', '{tmp_path}/{number}.toml']))\n"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert done.stdout.rpartition("=")[2].split() == ["6", "6", "3"] and len(lines) == 3, done
+    assert all("ermission denied" in line for line in lines) and "part-2.jsonl" in lines[2]
 
 
 def test_documents_that_are_not_written_are_listed(one: Callable, tmp_path: Path) -> None:
