@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     tokens, num_bytes = (
         (dataset_tokens(args.data, loaded.tokenizer, args.max_tokens), 0)
         if args.data
-        else text_tokens(args.text, loaded.tokenizer, args.max_tokens)
+        else text_tokens(args.text, loaded.tokenizer, args.max_tokens, loaded.marks)
     )
     result = score(loaded.model, _shown(Windows(tokens, length=length, batch=args.batch)))
     _say(result, f"bits/byte {result.bits_per_byte(num_bytes):.4f}" if num_bytes else "")

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from megafp8.infer.weights import DTYPES, load_model
 
     loaded = load_model(args.path, dtype=DTYPES[args.dtype], tokenizer=args.tokenizer)
-    ids = loaded.tokenizer.encode(args.prompt) or [loaded.tokenizer.eod_id]
+    ids = loaded.prompt_ids(args.prompt)
     (new,) = generate(
         loaded.model,
         [ids],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -95,9 +96,52 @@ class TokenizerConfig:
     character_coverage: Annotated[
         float, Field(gt=0, le=1, description="training: share of characters with a piece; the rest falls back to bytes")
     ] = 0.9995
+    language_weights: Annotated[
+        dict[str, float],
+        Field(description='training: share of the sample by language, relative; "*": all others; empty: as it comes'),
+    ] = field(default_factory=dict)
+    byte_fallback: Annotated[bool, Field(description="training: bytes for what has no piece; off: unknown")] = True
+    split_digits: Annotated[bool, Field(description="training: each digit is a piece of its own")] = True
+    split_scripts: Annotated[
+        bool, Field(description="training: no piece crosses from one script to another, or from letters to numbers")
+    ] = True
+    split_words: Annotated[bool, Field(description="training: no piece goes over a space")] = True
+    max_piece_length: Annotated[int, Field(ge=1, le=512, description="training: characters of the longest piece")] = 16
+    symbols: Annotated[
+        tuple[str, ...], Field(description="training: always a piece of their own, wherever a text spells them")
+    ] = ()
+    control_symbols: Annotated[
+        tuple[str, ...], Field(description="training: ids that no text gives, such as <|im_start|>")
+    ] = ()
+    add_bos: Annotated[bool, Field(description="a begin id before each document")] = False
+    append_eos: Annotated[bool, Field(description="an end id behind each document")] = True
     max_lossy_share: Annotated[
         float, Field(ge=0, le=1, description="share of sampled documents that need not come back from their ids")
     ] = 0.0
+
+    def __post_init__(self) -> None:
+        problems = [*self._symbol_problems(), *self._weight_problems()]
+        if not (self.add_bos or self.append_eos):
+            problems.append("append_eos is off and add_bos not on: documents would run together; turn one of them on")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _symbol_problems(self) -> Iterator[str]:
+        both = [("symbols", one) for one in self.symbols] + [("control_symbols", one) for one in self.control_symbols]
+        for number, (name, one) in enumerate(both):
+            if not one or one in ("<unk>", "<s>", "</s>", "<pad>"):
+                yield f"{name}: {one!r} is empty or a control piece that is there already; remove it"
+            elif one in [other for _, other in both[:number]]:
+                yield f"{name}: {one!r} stands twice among symbols and control_symbols; remove one"
+            elif any(c in one for c in "\0\u2581\u2585"):
+                yield f"{name}: {one!r} holds NUL, U+2581 or U+2585, which SentencePiece keeps for itself; change it"
+        if both and 4 + 256 * self.byte_fallback + len(both) >= self.vocab_size:
+            yield f"vocab_size {self.vocab_size} has no room beside {len(both)} symbols; raise it"
+
+    def _weight_problems(self) -> Iterator[str]:
+        for name, weight in self.language_weights.items():
+            if not 0 < weight < float("inf"):
+                yield f"language_weights.{name} = {weight:g}: has to be above 0; leave out what is not to be there"
 
 
 @config_dataclass

@@ -117,7 +117,7 @@ class Fertility:
             self._counts(document.language).add(
                 Counts(
                     documents=1,
-                    text_bytes=len(text.encode("utf-8")),
+                    text_bytes=document.num_bytes,
                     characters=len(text),
                     words=Words(text).num_words,
                     tokens=len(array),

@@ -22,6 +22,7 @@ from megafp8.corpus.stage_run import LOG
 from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, load_record
 from megafp8.corpus.tokenizer_check import MAX_PARTS, check_tasks
+from megafp8.corpus.tokenizer_sample import first_shares, sample_tasks
 from megafp8.data.indexed import optimal_dtype
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -159,7 +160,7 @@ class _Draft:
         sampled = min(self.text, self.config.tokenizer.train_bytes)
         records: list[dict[str, Any]] = []
         if views:
-            tasks = self.planner.sample_tasks(views, self.planner.sample_share(views))
+            tasks = sample_tasks(views, first_shares(views, self.config), self.config)
             records = self.exact("sample", tasks, _PART_SHARE * sampled)
         else:
             self.guess("sample", self.parts, self.text, _PART_SHARE * sampled)

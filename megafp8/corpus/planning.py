@@ -8,17 +8,15 @@ from typing import Any
 from megafp8.core.config import to_dict
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.global_steps import segments, views_of
-from megafp8.corpus.identity import source_values, tokenizer_values
+from megafp8.corpus.identity import source_values, training_values
 from megafp8.corpus.mapping import step_values
 from megafp8.corpus.parts import View
 from megafp8.corpus.readers import Source
 from megafp8.corpus.shards import Shard, is_large, outside, plan_shards, ranges, shard_values
 from megafp8.corpus.stages.sample import TEXTS
 from megafp8.corpus.tasks import Task
+from megafp8.data.marks import Marks
 from megafp8.data.tokenizer import Tokenizer, identity
-
-# sampled beyond what is needed on average: the sum of 1.3 times the bytes falls short once in a great many corpora
-_MORE = 1.3
 
 
 class Planner:
@@ -28,6 +26,7 @@ class Planner:
         self._config, self._source = config, source
         self._held_out: set[str] = getattr(source, "held_out", set())
         self._source_values = source_values(config)["source"]
+        self.marks = Marks(config.tokenizer.add_bos, config.tokenizer.append_eos)
 
     def split_tasks(self) -> dict[str, list[Task]]:
         """For each file that is read by several tasks: the tasks that look for its line ends."""
@@ -60,28 +59,17 @@ class Planner:
         """The parts that have been read; those of tasks that were set aside are missing."""
         return [view for task, record in zip(tasks, records) if record for view in views_of(task, record)]
 
-    def sample_share(self, views: Sequence[View]) -> float:
-        """Share of the train split's documents that is enough to draw the tokenizer's sample from."""
-        text_bytes = sum(view.text_bytes for view in views) * (1 - self._config.split.valid_share)
-        wanted = _MORE * self._config.tokenizer.train_bytes
-        return min(1.0, wanted / text_bytes) if text_bytes else 1.0
-
-    def sample_tasks(self, views: Sequence[View], share: float) -> list[Task]:
-        """A task for each part."""
-        values = {"split": to_dict(self._config.split), "limit": int(share * 2.0**64)}
-        return [Task("sample", v.part.path, values, v.inputs, num_bytes=v.text_bytes) for v in views]
-
     def tokenizer_task(self, tasks: Sequence[Task], records: Sequence[Mapping[str, Any]]) -> Task:
         """Training, on what the tasks of `sample` have found."""
-        settings = tokenizer_values(self._config)
-        del settings["path"]
+        settings = training_values(self._config)
         inputs = tuple(task.output(record, TEXTS) for task, record in zip(tasks, records))
         values = {"tokenizer": settings, "seed": self._config.split.seed}
         return Task("tokenizer", "tokenizer", values, inputs)
 
     def tokenize_tasks(self, views: Sequence[View], spec: str, fingerprint: str, dtype: str) -> list[Task]:
         """A task for each part."""
-        values = {"tokenizer": fingerprint, "dtype": dtype, "split": to_dict(self._config.split)}
+        split, marks = to_dict(self._config.split), self.marks.to_json()
+        values = {"tokenizer": fingerprint, "dtype": dtype, "split": split, **marks}
         hints = {"tokenizer": spec}
         return [Task("tokenize", v.part.path, values, v.inputs, hints, v.text_bytes) for v in views]
 
@@ -103,7 +91,7 @@ class Planner:
             "split": split,
             "dtype": pieces[0][0].values["dtype"],
             "vocab_size": tokenizer.vocab_size,
-            "metadata": {"tokenizer": identity(tokenizer), **summary},
+            "metadata": {"tokenizer": identity(tokenizer) | self.marks.to_json(), **summary},
         }
         output = self._config.output
         values |= {"shuffle_seed": output.shuffle_seed} if output.shuffle else {}

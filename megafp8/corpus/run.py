@@ -35,6 +35,7 @@ from megafp8.corpus.readers import Source
 from megafp8.corpus.stage_run import StageRun, open_executor
 from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, sweep
+from megafp8.corpus.tokenizer_sample import sample, sample_facts
 from megafp8.corpus.totals import Totals
 from megafp8.data.indexed import optimal_dtype, remove_dataset
 from megafp8.data.tokenizer import Tokenizer, identity, load_tokenizer
@@ -175,6 +176,7 @@ class _Run:
     def make(self) -> dict[str, Any]:
         """Everything that `finished` did not find."""
         if self.given:  # before the work, not behind it
+            self.planner.marks.check(self.given, self.config.tokenizer.path)
             tokenizer_check.probe(self.config.tokenizer.path, self.given, self.config.tokenizer.max_lossy_share)
         views = self.read()
         spec, tokenizer = self.tokenizer(views)
@@ -236,21 +238,11 @@ class _Run:
         """The corpus's tokenizer and where to load it from; trained, and given its name in the folder, if need be."""
         if self.given:
             return self.config.tokenizer.path, self.given
-        share = self.planner.sample_share(views)
-        while True:
-            tasks = self.planner.sample_tasks(views, share)
-            records = self.stages.run("sampling text for the tokenizer", tasks)
-            self.stages.stop_if_failed()
-            counts = [record["counts"] for record in records]
-            if share == 1.0 or sum(c["sample_bytes"] for c in counts) >= self.config.tokenizer.train_bytes:
-                break
-            share = min(2 * share, 1.0)
-        if not sum(c["sample_documents"] for c in counts):
-            raise DataError("no documents to train a tokenizer on: all are in the validation split")
+        tasks, records = sample(self.stages, views, self.config)
         task = self.planner.tokenizer_task(tasks, records)
-        (record,) = self.stages.run(f"training a tokenizer of {self.config.tokenizer.vocab_size} ids", [task])
+        (trained,) = self.stages.run(f"training a tokenizer of {self.config.tokenizer.vocab_size} ids", [task])
         self.stages.stop_if_failed()
-        made = self.root / task.output(record, MODEL).path
+        made = self.root / task.output(trained, MODEL).path
         tokenizer = load_tokenizer(made)
         name = self.folder / places.TOKENIZER
         if not (name.is_file() and name.read_bytes() == made.read_bytes()):
@@ -263,9 +255,8 @@ class _Run:
                 "inputs": places.inputs_record(self.source.files, self.checksums),
                 "settings": to_dict(self.config.tokenizer),
                 "tokenizer": identity(tokenizer),
-                "train_documents": sum(c["train_documents"] for c in counts),
-                "train_bytes": sum(c["train_bytes"] for c in counts),
-                **record["counts"],
+                **sample_facts(records),
+                **trained["counts"],
             },
         )
         self.check(views, str(made), tokenizer)
@@ -273,6 +264,7 @@ class _Run:
 
     def check(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> None:
         """Does the text come back from the tokenizer? With figures for the manifest."""
+        self.planner.marks.check(tokenizer, spec)
         tasks = tokenizer_check.check_tasks(views, spec, tokenizer.fingerprint, self.config.split.seed)
         records = self.stages.run("checking the tokenizer", tasks)
         if not all(records):
@@ -346,7 +338,7 @@ class _Run:
             "config_fingerprint": self.fingerprint,
             "inputs": places.inputs_record(self.source.files, self.checksums),
             "outputs": {name: (self.folder / name).stat().st_size for name in names},
-            "tokenizer": identity(tokenizer),
+            "tokenizer": identity(tokenizer) | self.planner.marks.to_json(),
             "tokenizer_report": self.tokenizer_report,
             "unigram_entropy_nats": train["unigram_entropy_nats"],
             "bytes_per_token": train["bytes_per_token"],

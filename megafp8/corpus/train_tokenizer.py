@@ -1,7 +1,8 @@
 """Trains a SentencePiece model on a sample of the train split, the same bytes every time.
 
-The sample is the documents with the smallest hashes, as many as fit `train_bytes`, in the order of their hashes: it
-depends on what the corpus holds, not on the order of files, and takes one pass and no more memory than the sample.
+The sample is the documents with the smallest hashes, as many as fit `train_bytes` (or a language's share of it), in the
+order of their hashes: it depends on what the corpus holds, not on the order of files, and takes one pass and no more
+memory than the sample.
 
 The model keeps the text: no Unicode normalization, all white space (indentation and line ends have pieces), bytes for
 what has no piece. Ids 0 to 3 are unk, bos, eos (which ends documents) and pad.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import heapq
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import sentencepiece
@@ -20,7 +21,9 @@ import sentencepiece
 from megafp8.core.errors import DataError
 from megafp8.corpus.config import TokenizerConfig
 from megafp8.corpus.documents import Document, text_hash
+from megafp8.corpus.language_groups import group_of
 
+_RESERVED = {0: " ", 0x2585: " "}
 _SENTENCE_CHARACTERS = 16_384  # longer documents are cut at line ends: a "sentence" is what merges cannot cross
 # part of the result: unigram's sums depend on how sentences are dealt to threads, so it is no knob
 _THREADS = 2
@@ -28,9 +31,10 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """Texts to train on, and how many documents and bytes the train split has in all."""
+    """Texts to train on, the bytes of each language group in it, and how many documents and bytes there were in all."""
 
     texts: list[str]
+    group_bytes: dict[str, int]
     num_documents: int
     num_bytes: int
 
@@ -40,39 +44,75 @@ def sample_hash(text: str | bytes, seed: int) -> int:
     return text_hash(text, (seed + 1) % 2**64)
 
 
-def draw_sample(documents: Iterable[Document], *, max_bytes: int, seed: int) -> Sample:
-    """Keep the documents of smallest hash up to `max_bytes` of UTF-8 (at least one document)."""
-    heap: list[tuple[int, str]] = []  # negative hashes: the largest hash comes out first
-    total = held = count = 0
-    limit = 2**64  # what did not fit keeps out all behind it, or the sample would depend on the order of documents
+class _Lowest:
+    """The texts of smallest hash that fit a budget (at least one), whatever the order in which they come."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._heap: list[tuple[int, str]] = []  # negative hashes: the largest hash comes out first
+        self._limit = 2**64  # what did not fit keeps out all behind it, or the sample would depend on the order
+        self.held = 0
+
+    def add(self, number: int, text: str, size: int) -> None:
+        if number > self._limit:
+            return
+        self.held += size
+        heapq.heappush(self._heap, (-number, text))
+        while self.held > self._max_bytes and len(self._heap) > 1:
+            largest, last = heapq.heappop(self._heap)
+            self._limit = -largest
+            self.held -= len(last.encode("utf-8"))
+
+    @property
+    def texts(self) -> list[tuple[int, str]]:
+        return self._heap
+
+
+def draw_sample(documents: Iterable[Document], *, budgets: Mapping[str, int], seed: int) -> Sample:
+    """Keep, of each language group, the documents of smallest hash up to its budget of UTF-8 bytes (at least one)."""
+    groups = {name: _Lowest(max_bytes) for name, max_bytes in budgets.items()}
+    total = count = 0
     for document in documents:
         size = document.num_bytes
         count, total = count + 1, total + size
-        if (number := sample_hash(document.utf8, seed)) > limit:
-            continue
-        held += size
-        heapq.heappush(heap, (-number, document.text))
-        while held > max_bytes and len(heap) > 1:
-            number, text = heapq.heappop(heap)
-            limit = -number
-            held -= len(text.encode("utf-8"))
-    return Sample([text for _, text in sorted(heap, reverse=True)], count, total)
+        if (group := group_of(document.language, groups)) is not None:
+            groups[group].add(sample_hash(document.utf8, seed), document.text, size)
+    chosen = sorted((pair for one in groups.values() for pair in one.texts), reverse=True)
+    return Sample([text for _, text in chosen], {name: one.held for name, one in groups.items()}, count, total)
 
 
-def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Texts cut into pieces of at most 16,384 characters, at line ends where there are any."""
-    for text in texts:
-        start = 0
-        while start < len(text):
-            stop = start + _SENTENCE_CHARACTERS
-            if stop < len(text):
-                at_line = text.rfind("\n", start, stop)
-                stop = at_line + 1 if at_line >= start else stop
-            yield text[start:stop].replace("\0", " ")  # the trainer takes a NUL for the end of the string
-            start = stop
+class Sentences:
+    """Texts as the trainer takes them: none is left out, none is too long.
+
+    Texts are cut at line ends into pieces of at most 16,384 characters, within a line only where it is longer. NUL, by
+    which the trainer ends a string, and U+2585, for which it leaves a whole sentence out, are replaced by spaces.
+
+    Attributes:
+        num_cuts: places within a line; merges do not cross them.
+        num_replaced: characters.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.num_cuts = self.num_replaced = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            start = 0
+            while start < len(text):
+                stop = start + _SENTENCE_CHARACTERS
+                if stop < len(text):
+                    at_line = text.rfind("\n", start, stop)
+                    self.num_cuts += at_line < start
+                    stop = at_line + 1 if at_line >= start else stop
+                piece = text[start:stop]
+                kept = piece.translate(_RESERVED)
+                self.num_replaced += 0 if kept == piece else sum(map(piece.count, "\0\u2585"))
+                yield kept
+                start = stop
 
 
-def train(texts: Iterable[str], config: TokenizerConfig) -> bytes:
+def train(sentences: Sentences, config: TokenizerConfig) -> bytes:
     """A SentencePiece model file.
 
     Raises:
@@ -81,16 +121,21 @@ def train(texts: Iterable[str], config: TokenizerConfig) -> bytes:
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(texts),
+            sentence_iterator=iter(sentences),
             model_writer=out,
             model_type=config.algorithm,
             vocab_size=config.vocab_size,
             character_coverage=config.character_coverage,
-            byte_fallback=True,
+            byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            split_digits=True,
+            split_digits=config.split_digits,
+            split_by_unicode_script=config.split_scripts,
+            split_by_whitespace=config.split_words,
+            max_sentencepiece_length=config.max_piece_length,
+            user_defined_symbols=list(config.symbols),
+            control_symbols=list(config.control_symbols),
             max_sentence_length=8 * _SENTENCE_CHARACTERS,  # bytes; longer ones would be left out with a warning only
             train_extremely_large_corpus=config.train_bytes > 1_000_000_000,
             unk_id=0,

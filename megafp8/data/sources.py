@@ -8,6 +8,7 @@ from megafp8.core.errors import DataError
 from megafp8.data.blend import Blend
 from megafp8.data.config import DatasetConfig
 from megafp8.data.indexed import IndexedDataset
+from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.samples import SampleStream
 from megafp8.data.tokenizer import Tokenizer
 
@@ -21,6 +22,22 @@ def check_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
             f"{written.get('fingerprint', '')[:12]} of {written.get('vocab_size')} ids, but data.tokenizer is "
             f"{tokenizer.kind} {tokenizer.fingerprint[:12]} of {tokenizer.vocab_size}; name the one it was written with"
         )
+
+
+def check_marks(datasets: Sequence[IndexedDataset]) -> Marks:
+    """How the documents of datasets are marked; sets without a side file (Megatron's own) are taken to fit.
+
+    Raises:
+        DataError: not all alike.
+    """
+    known = [(dataset, Marks.of(dataset.side["tokenizer"])) for dataset in datasets if dataset.side.get("tokenizer")]
+    for dataset, marks in known[1:]:
+        if marks != known[0][1]:
+            raise DataError(
+                f"{dataset.path_prefix}: its documents are written as {marks}, those of {known[0][0].path_prefix} as "
+                f"{known[0][1]}; make one of them again with the other's tokenizer.add_bos and append_eos"
+            )
+    return known[0][1] if known else ENDS_ONLY
 
 
 def open_stream(path: str, *, tokenizer: Tokenizer, sequence_length: int, seed: int) -> SampleStream:

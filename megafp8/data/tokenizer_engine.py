@@ -26,6 +26,7 @@ import xxhash
 
 from megafp8.core.errors import DataError
 from megafp8.core.log import event, get_logger
+from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 _log = get_logger(__name__)
@@ -173,8 +174,10 @@ def fast(reference: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of texts in a row, each ended by `eod_id`; int64 number of ids of each, the end counted).
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], marks: Marks = ENDS_ONLY
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of texts in a row, each with its begin and end as `marks` says; int64 number of ids of each, these counted).
 
     Raises:
         EngineMismatchError: see `FastTokenizer.encode_flat`.
@@ -185,10 +188,15 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.nda
         encoded = tokenizer.encode_batch(texts)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
-    lengths = lengths + 1
+    lengths = lengths + marks.add_bos + marks.append_eos
     out = np.full(int(lengths.sum()), tokenizer.eod_id, np.int64)
     is_text = np.ones(len(out), np.bool_)
-    is_text[np.cumsum(lengths) - 1] = False
+    ends = np.cumsum(lengths)
+    if marks.add_bos:
+        out[ends - lengths] = tokenizer.bos_id
+        is_text[ends - lengths] = False
+    if marks.append_eos:
+        is_text[ends - 1] = False
     out[is_text] = ids
     return out, lengths
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.indexed_writer import checksum_file
+from megafp8.data.marks import Marks
 
 _CHUNK = 1 << 22  # tokens or entries looked at together
 
@@ -107,17 +108,23 @@ def _id_problems(dataset: IndexedDataset, tokenizer: dict[str, Any]) -> Iterator
     if not tokenizer or dataset.dtype.kind not in "iu":
         return
     vocab_size, eod_id = int(tokenizer["vocab_size"]), int(tokenizer["eod_id"])
-    ends = 0
+    marks, ends, begun = Marks.of(tokenizer), 0, 0
     for start in range(0, dataset.num_tokens, _CHUNK):
         ids = dataset.tokens(start, min(start + _CHUNK, dataset.num_tokens))
         ends += int(np.count_nonzero(ids == eod_id))
+        begun += int(np.count_nonzero(ids == tokenizer.get("bos_id", -1)))
         wrong = (ids < 0) | (ids >= vocab_size)
         if wrong.any():
             at = int(np.argmax(wrong))
             yield f"{dataset.bin_path}: id {ids[at]} at token {start + at}, outside of {vocab_size} ids"
             return
-    if ends != dataset.num_documents:
+    if marks.append_eos and ends != dataset.num_documents:
         yield (
             f"{dataset.bin_path}: {ends} end-of-document ids in {dataset.num_documents} documents; "
             "each document has to end with one"
+        )
+    if marks.add_bos and begun != dataset.num_documents:
+        yield (
+            f"{dataset.bin_path}: {begun} begin ids in {dataset.num_documents} documents; "
+            "each document has to begin with one"
         )

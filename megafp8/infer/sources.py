@@ -8,6 +8,7 @@ import numpy as np
 
 from megafp8.core.errors import DataError
 from megafp8.data.indexed import IndexedDataset
+from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.sources import check_tokenizer
 from megafp8.data.tokenizer import Tokenizer
 
@@ -41,8 +42,10 @@ def dataset_tokens(path_prefix: str | Path, tokenizer: Tokenizer, max_tokens: in
     return tokens
 
 
-def text_tokens(path: str | Path, tokenizer: Tokenizer, max_tokens: int = 0) -> tuple[np.ndarray, int]:
-    """A text file's ids after an end-of-document id, as in training, and its size in bytes (0 if it was cut).
+def text_tokens(
+    path: str | Path, tokenizer: Tokenizer, max_tokens: int = 0, marks: Marks = ENDS_ONLY
+) -> tuple[np.ndarray, int]:
+    """A text file's ids behind the id that stood before a text in training, and its size in bytes (0 if it was cut).
 
     Raises:
         DataError: missing, not UTF-8, or empty.
@@ -56,4 +59,4 @@ def text_tokens(path: str | Path, tokenizer: Tokenizer, max_tokens: int = 0) -> 
         raise DataError(f"{path}: holds no text")
     cut = 0 < max_tokens < len(ids)
     kept = ids[:max_tokens] if cut else ids
-    return np.array([tokenizer.eod_id, *kept], dtype=np.int64), 0 if cut else len(text.encode())
+    return np.array([marks.context(tokenizer), *kept], dtype=np.int64), 0 if cut else len(text.encode())

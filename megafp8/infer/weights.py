@@ -15,6 +15,7 @@ import torch
 from megafp8.checkpoint import find, iterate_tensors, read_meta
 from megafp8.core.config import build as build_config
 from megafp8.core.errors import CheckpointError, ConfigError, DataError
+from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models import ModelConfig, build
 from megafp8.models.decoder import Decoder
@@ -35,6 +36,12 @@ class Loaded:
     config: ModelConfig
     tokenizer: Tokenizer
     sequence_length: int
+    marks: Marks = ENDS_ONLY
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of a text to continue, begun as the documents of training were; at least one."""
+        ids = [*self.marks.before(self.tokenizer), *self.tokenizer.encode(text)]
+        return ids or [self.marks.context(self.tokenizer)]
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -171,4 +178,5 @@ def load_model(
     meta: dict[str, Any] = read_meta(path)
     length = meta["config"].get("data", {}).get("sequence_length", config.max_sequence_length)
     model = build_model(config, weights(path, dtype), device=device)
-    return Loaded(path, model, config, load_tokenizer(spec), length)
+    marks = Marks.of(read_meta(path).get("tokenizer") or {})
+    return Loaded(path, model, config, load_tokenizer(spec), length, marks)

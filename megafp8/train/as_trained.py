@@ -11,6 +11,7 @@ from megafp8.checkpoint import find, load, read_meta
 from megafp8.core.config import build
 from megafp8.core.errors import CheckpointError, ConfigError
 from megafp8.data.loader import Batch
+from megafp8.data.marks import Marks
 from megafp8.data.tokenizer import load_tokenizer
 from megafp8.infer.weights import Loaded, tokenizer_path
 from megafp8.parallel.mesh import Mesh
@@ -60,4 +61,5 @@ def load_as_trained(path: Path | str, *, tokenizer: str | Path | None = None) ->
     for state in parts.fp8_states.values():
         state.drop_weight_cache()
     (model,) = parts.stages
-    return Loaded(path, model.eval(), config.model, load_tokenizer(spec), config.data.sequence_length)
+    marks = Marks.of(meta.get("tokenizer") or {})
+    return Loaded(path, model.eval(), config.model, load_tokenizer(spec), config.data.sequence_length, marks)

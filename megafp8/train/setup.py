@@ -25,7 +25,7 @@ from megafp8.data.blend import Blend
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.integrity import check_blocks, fingerprint
 from megafp8.data.loader import Batch, Loader
-from megafp8.data.sources import check_tokenizer, open_blend
+from megafp8.data.sources import check_marks, check_tokenizer, open_blend
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models.builder import build_stages, named_parameters
 from megafp8.models.decoder import Decoder
@@ -242,31 +242,36 @@ def check_corpus(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Hold every dataset against the tokenizer and the tokenizer against the model; cheap, nothing is read whole.
 
     Returns:
-        the tokenizer's kind, fingerprint, vocab_size and eod_id, with train_tokens, unigram_entropy_nats (the entropy
-        of the training tokens' frequencies in nats a token, None if the side file does not say), and datasets: path,
-        tokens and fingerprint of each training set.
+        the tokenizer's kind, fingerprint, vocab_size and eod_id, add_bos and append_eos of the documents, with
+        train_tokens, unigram_entropy_nats (the entropy of the training tokens' frequencies in nats a token, None if
+        the side file does not say), and datasets: path, tokens and fingerprint of each training set.
 
     Raises:
         DataError: a set is missing, damaged or of another tokenizer.
-        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+        ConfigError: the model's vocabulary is smaller than the tokenizer's; documents are to be told apart by end ids
+            that they do not have.
     """
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of "
             f"{config.data.tokenizer}; raise it to {-(-tokenizer.vocab_size // 128) * 128} (a multiple of 128)"
         )
-    for source in config.data.valid:
-        check_tokenizer(valid := IndexedDataset(source.path), tokenizer)
-        check_blocks(valid)
-    train = [IndexedDataset(source.path) for source in config.data.train]
-    for dataset in train:
+    train, valid = ([IndexedDataset(one.path) for one in part] for part in (config.data.train, config.data.valid))
+    for dataset in (*valid, *train):
         check_tokenizer(dataset, tokenizer)
         check_blocks(dataset)
+    marks = check_marks([*train, *valid])
+    if not marks.append_eos and (config.data.document_mask or config.data.mask_eod_loss):
+        raise ConfigError(
+            "data.document_mask and data.mask_eod_loss find documents by their end ids, and these datasets have none; "
+            "turn both off, or make the datasets with tokenizer.append_eos"
+        )
     return {
         "kind": tokenizer.kind,
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
+        **marks.to_json(),
         "path": config.data.tokenizer,
         "train_tokens": sum(dataset.num_tokens for dataset in train),
         "datasets": [

@@ -17,6 +17,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, DataError
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
+from megafp8.data.marks import Marks
 from megafp8.parallel.collectives import merge_dicts
 from megafp8.parallel.mesh import Mesh
 from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, mend_scales, restore
@@ -175,6 +176,12 @@ def _load_state(parts: Parts, newest: Path | None, read: Callable[..., Any]) -> 
         raise CheckpointError(
             f"{path}: trained with tokenizer {meta['tokenizer']['fingerprint'][:12]}, the data has "
             f"{parts.corpus['fingerprint'][:12]}; use the corpus of that tokenizer or another run.dir"
+        )
+    wrote, has = Marks.of(meta["tokenizer"]), Marks.of(parts.corpus)
+    if wrote != has:
+        raise CheckpointError(
+            f"{path}: trained on documents written as {wrote}, those of the data are {has}; make the corpus again with "
+            "the tokenizer.add_bos and append_eos of the first, or use another run.dir"
         )
     _compare_corpus(parts, meta, path)
     parts.optimizer.step_count = meta["optimizer_steps"]

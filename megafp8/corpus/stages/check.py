@@ -10,6 +10,8 @@ from megafp8.corpus.fertility import Fertility
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.stages.tokenize import name_failing, task_tokenizer
 from megafp8.corpus.tasks import Work
+from megafp8.data.tokenizer import Tokenizer
+from megafp8.data.tokenizer_engine import EngineMismatchError
 
 VERSION = 1
 
@@ -17,9 +19,18 @@ VERSION = 1
 def run(work: Work) -> dict[str, Any]:
     """`languages`: counts of `fertility.Counts` by language; `first_loss`."""
     tokenizer = task_tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
+    try:
+        return _measured(tokenizer, work)
+    except EngineMismatchError:
+        return _measured(getattr(tokenizer, "reference", tokenizer), work)
+
+
+def _measured(tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
     found = Fertility(tokenizer.vocab_size)
     try:
         found.measure(tokenizer, _sample(work))
+    except EngineMismatchError:
+        raise
     except Exception:
         name_failing(tokenizer, _sample(work))
         raise
@@ -29,5 +40,5 @@ def run(work: Work) -> dict[str, Any]:
 def _sample(work: Work) -> Iterator[Document]:
     """The part's first document and those whose hash is below the limit."""
     for row, document, _ in read_view(work):
-        if not row or text_hash(document.text, work.values["seed"]) < work.values["limit"]:
+        if not row or text_hash(document.utf8, work.values["seed"]) < work.values["limit"]:
             yield document

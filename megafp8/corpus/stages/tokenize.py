@@ -19,6 +19,7 @@ from megafp8.corpus.figures import Figures, kept_lengths, name_in
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
 from megafp8.data.indexed_writer import as_ids
+from megafp8.data.marks import Marks
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.data.tokenizer_engine import EngineMismatchError, FastTokenizer, encode_documents, fast
 
@@ -86,14 +87,14 @@ def _batches(work: Work) -> Iterator[list[tuple[Document, bool]]]:
         yield batch
 
 
-def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
+def _encoded(tokenizer: Tokenizer, documents: Sequence[Document], marks: Marks) -> tuple[np.ndarray, np.ndarray]:
     """Ids as `encode_documents` gives them.
 
     Raises:
         DataError: the tokenizer fails on a document, which is named.
     """
     try:
-        return encode_documents(tokenizer, [document.text for document in documents])
+        return encode_documents(tokenizer, [document.text for document in documents], marks)
     except EngineMismatchError:
         raise
     except Exception:
@@ -124,13 +125,14 @@ class _SplitWriter:
         self._ids = stack.enter_context(open(work.output(f"{name}.ids"), "wb"))  # noqa: SIM115
         self._lengths = stack.enter_context(open(work.output(f"{name}.lengths"), "wb"))  # noqa: SIM115
         self._dtype = dtype
+        self._marks = Marks.of(work.values)
         self.documents = self.text_bytes = self.tokens = 0
         self._languages: Counter[str] = Counter()
         self._sources: Counter[str] = Counter()
         self.figures = Figures()
 
     def add(self, documents: list[Document], tokenizer: Tokenizer) -> None:
-        found, lengths = _encoded(tokenizer, documents)
+        found, lengths = _encoded(tokenizer, documents, self._marks)
         ids = as_ids(found, self._dtype)
         self._ids.write(ids.tobytes())
         self._lengths.write(as_ids(lengths, np.dtype("<i4")).tobytes())
