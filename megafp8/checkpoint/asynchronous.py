@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megafp8.checkpoint.commit import begin_folder, discard, space_for
 from megafp8.checkpoint.config import CheckpointConfig
 from megafp8.checkpoint.folders import step_name
+from megafp8.checkpoint.local import RETENTION, LocalSaveError, log_local, own, rank_folder, with_place
 from megafp8.checkpoint.manifest import Kinds
 from megafp8.checkpoint.piece_file import DTYPE_NAMES
 from megafp8.checkpoint.planners import Shard, plan_save, shards
@@ -30,6 +31,7 @@ from megafp8.checkpoint.staging import StagedBox, Staging, error_of
 from megafp8.checkpoint.storage_writer import item_bytes, kinds_of, piece_key, prefix_of, split
 from megafp8.checkpoint.write import log_saved
 from megafp8.core.errors import MegaError
+from megafp8.core.heartbeat import HEART
 from megafp8.core.jsonio import resource_error
 from megafp8.core.layout import Layout
 from megafp8.core.log import event, get_logger
@@ -46,6 +48,7 @@ class Saved:
     step: int
     bytes: int
     seconds: float
+    local: bool = False
 
 
 @dataclass
@@ -65,8 +68,10 @@ class _Flight:
 
     step: int
     meta: dict[str, Any]
-    folder: Path
+    folder: Path  # a temporary one; of a local checkpoint: this rank's
     began: float
+    local: bool = False
+    bytes: int = 0
     committing: bool = False
     failure: MegaError | None = None  # of this rank, before its process had the job
 
@@ -99,21 +104,42 @@ class AsyncSaver:
         state = shards(tensors, layouts, self.mesh)
         plan = self._planned(state)
         folder = self._folder(step, plan, meta)
-        self._flight = flight = _Flight(step, meta, folder, start)
-        try:
-            job = {"do": "write", "folder": str(folder), "part": _part(self.mesh.rank, self.mesh.world)}
-            self.staging.send({**job, "files": self._staged(plan, state), "threads": self.config.write_threads})
-        except OSError as error:  # no memory for the snapshot
-            flight.failure = resource_error(error, Path("checkpoint.asynchronous: memory for the snapshot"))
+        self._flight = _Flight(step, meta, folder, start, bytes=plan.bytes)
+        job = {"do": "write", "folder": str(folder), "part": _part(self.mesh.rank, self.mesh.world)}
+        self._send(job, plan.items, state)
         seconds = time.monotonic() - start
         event(_log, "checkpoint is being written", step=step, megabytes=plan.bytes / 1e6, stall_seconds=seconds)
         return seconds
+
+    def begin_local(
+        self,
+        root: Path,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, Layout],
+        meta: dict[str, Any],
+    ) -> float:
+        """The same for a local checkpoint of this rank under `root`; `poll` and `wait` tell of it too."""
+        assert self._flight is None, "a save is under way; wait for it"
+        start = time.monotonic()
+        state, folder = own(tensors), rank_folder(root, self.mesh)
+        items = [item for name, shard in state.items() for item in shard.__create_write_items__(name, None)]
+        size = sum(map(item_bytes, items))
+        self._flight = _Flight(step, meta, folder, start, local=True, bytes=size)
+        job = {
+            "do": "alone", "root": str(folder), "step": step, "bytes": size, "retention": asdict(RETENTION),
+            "meta": with_place(meta, shards(tensors, layouts, self.mesh), self.mesh),
+            "kinds": {name: (DTYPE_NAMES[shard.local.dtype], tuple(shard.shape)) for name, shard in state.items()},
+        }  # fmt: skip
+        self._send(job, items, state)
+        return time.monotonic() - start
 
     def poll(self) -> Saved | None:
         """The checkpoint if it has been committed meanwhile; does not wait. Call it at the end of every step.
 
         Raises:
-            MegaError: of the first rank that failed, on all ranks; nothing of this save remains.
+            MegaError: of the first rank that failed, on all ranks; nothing of this save remains. LocalSaveError if it
+                was a local one.
         """
         flight = self._flight
         if flight is None:
@@ -130,7 +156,7 @@ class AsyncSaver:
             raise self._failed(flight, failure)
         if unfinished:
             return None
-        if not flight.committing:
+        if not flight.committing and not flight.local:
             flight.committing = True
             if self.mesh.rank == 0:
                 self._commit(flight)
@@ -146,6 +172,7 @@ class AsyncSaver:
         """
         nap = _SHORTEST_NAP
         while self._flight is not None:
+            HEART.beat()  # a process that hangs is found by `Staging`
             saved = self.poll()
             if saved is not None:
                 return saved
@@ -184,13 +211,18 @@ class AsyncSaver:
             raise made[0]
         return Path(made[0])
 
-    def _staged(self, plan: _Plan, state: Mapping[str, Shard]) -> list[dict[str, Any]]:
-        prefix = prefix_of(self.mesh.rank, self.mesh.world)
+    def _send(self, job: dict[str, Any], items: list[WriteItem], state: Mapping[str, Shard]) -> None:
+        """Copy the tensors and have the job done; if there is no memory for that, the next `poll` says so."""
+        assert self._flight is not None
+        prefix, threads = prefix_of(self.mesh.rank, self.mesh.world), self.config.write_threads
         files = {
-            f"{prefix}_{number:02d}.safetensors": [_staged_box(item, state) for item in items]
-            for number, items in enumerate(split(plan.items, self.config.write_threads))
+            f"{prefix}_{number:02d}.safetensors": [_staged_box(item, state) for item in batch]
+            for number, batch in enumerate(split(items, threads))
         }
-        return self.staging.stage(files)
+        try:
+            self.staging.send({**job, "files": self.staging.stage(files), "threads": threads})
+        except OSError as error:
+            self._flight.failure = resource_error(error, Path("memory for checkpoint.asynchronous"))
 
     def _commit(self, flight: _Flight) -> None:
         assert self._plan is not None
@@ -201,12 +233,15 @@ class AsyncSaver:
         })  # fmt: skip
 
     def _saved(self, flight: _Flight, answer: dict[str, Any] | None) -> Saved:
-        assert self._plan is not None
-        path, seconds = self.root / step_name(flight.step), time.monotonic() - flight.began
-        log_saved(flight.step, path, self._plan.bytes, seconds)
+        seconds = time.monotonic() - flight.began
+        if flight.local:
+            log_local(flight.step, flight.folder, flight.bytes, seconds)
+            return Saved(flight.folder / step_name(flight.step), flight.step, flight.bytes, seconds, local=True)
+        path = self.root / step_name(flight.step)
+        log_saved(flight.step, path, flight.bytes, seconds)
         for gone in (answer or {}).get("pruned", ()):
             event(_log, "checkpoint pruned", path=gone)
-        return Saved(path, flight.step, self._plan.bytes, seconds)
+        return Saved(path, flight.step, flight.bytes, seconds)
 
     def _failed(self, flight: _Flight, failure: MegaError | None) -> MegaError:
         """End the save on all ranks; returns the error of the first rank that has one."""
@@ -216,9 +251,11 @@ class AsyncSaver:
         if self.mesh.world > 1:
             dist.all_gather_object(told, said)
         self._flight = None
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and not flight.local:
             discard(flight.folder)
         rank, (message, code) = next((rank, found) for rank, found in enumerate(told) if found is not None)
+        if flight.local:
+            return LocalSaveError(f"step {flight.step}: no local checkpoint: rank {rank}: {message}")
         return error_of(f"step {flight.step} was not saved: rank {rank}: {message}", code)
 
 

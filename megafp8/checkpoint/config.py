@@ -26,6 +26,10 @@ class CheckpointConfig:
     max_failed_saves: Annotated[
         int, Field(ge=0, description="saves in a row that may fail before the run stops; the last one may not")
     ] = 0
+    local_folder: Annotated[
+        str, Field(description="a folder on each node's own disk for fast checkpoints between durable ones")
+    ] = ""
+    local_interval: Annotated[int, Field(ge=0, description="steps between local checkpoints; 0 = none")] = 0
     change_precision: Annotated[
         bool, Field(description="go on though [precision] or the moments' dtypes are others than the run began with")
     ] = False
@@ -48,6 +52,11 @@ class CheckpointConfig:
     ] = False
 
     def __post_init__(self) -> None:
+        if bool(self.local_folder) != bool(self.local_interval):
+            raise ValueError(
+                "local_folder and local_interval go together: local_folder = "
+                f"{self.local_folder!r}, local_interval = {self.local_interval}; give both or none"
+            )
         if not self.load_from and (self.load_only or self.load_what != "weights"):
             raise ValueError("load_what and load_only are of load_from, which is empty; name a checkpoint there")
         if self.load_only and self.load_what != "weights":

@@ -24,10 +24,28 @@ class Ranks(Protocol):
     def place(self, axes: tuple[str, ...]) -> tuple[int, int]: ...
 
 
+class Alone:
+    """The mesh of a rank that saves and loads for itself."""
+
+    rank, world = 0, 1
+
+    def size(self, axis: str) -> int:
+        """One of everything."""
+        return 1
+
+    def coord(self, axis: str) -> int:
+        """The first."""
+        return 0
+
+    def place(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """The first of one."""
+        return 0, 1
+
+
 def agree(values: list[float], mesh: Ranks) -> list[float]:
     """The largest of each value over all ranks; collective."""
     if mesh.world == 1:
         return values
-    found = torch.tensor(values)
+    found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()

@@ -48,9 +48,23 @@ def save(
         CheckpointError: any other failure, of any rank, on every rank. Nothing half-written remains, and what was there
             before is untouched.
     """
-    json.dumps(meta)  # a value that is no JSON fails here, on every rank, before anything is written
     start = time.monotonic()
-    root = Path(root)
+    path, size = write_folder(Path(root), step, tensors, layouts, mesh, meta, threads)
+    log_saved(step, path, size, time.monotonic() - start)
+    return path
+
+
+def write_folder(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Ranks,
+    meta: dict[str, Any],
+    threads: int,
+) -> tuple[Path, int]:
+    """`save` without a word about it; returns the folder too and, on rank 0, the bytes of all ranks."""
+    json.dumps(meta)  # a value that is no JSON fails here, on every rank, before anything is written
     writer = FolderWriter(root, step, meta, threads)
     try:
         with warnings.catch_warnings():  # the one process that is meant is announced as a surprise
@@ -64,9 +78,7 @@ def save(
     except CheckpointException as error:
         writer.discard()
         raise house_error(error, root) from error
-    path = root / step_name(step)
-    log_saved(step, path, writer.bytes, time.monotonic() - start)
-    return path
+    return root / step_name(step), writer.bytes
 
 
 def log_saved(step: int, path: Path, size: int, seconds: float) -> None:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _start_ranks(args: argparse.Namespace) -> int:
     """Validate first, then start processes."""
     from megafp8.train.config import load_run_config, refuse_broken
-    from megafp8.train.folder import is_finished, refuse_other
+    from megafp8.train.folder import is_finished, refuse_other, refuse_small_disk
     from megafp8.train.load_check import refuse_unfit
     from megafp8.train.local_ranks import run_ranks
 
@@ -65,5 +65,6 @@ def _start_ranks(args: argparse.Namespace) -> int:
     if is_finished(config):
         print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
         return 0
+    refuse_small_disk(config)
     words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
     return run_ranks(words, world=args.nproc)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.folders import latest, step_of
+from megafp8.checkpoint.folders import candidates, latest, step_of
 from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError, ResourceError
 from megafp8.core.jsonio import resource_error, write_atomic
+from megafp8.core.log import event, get_logger
+from megafp8.models.cost import checkpoint_bytes
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.train.config import RunConfig
 
+logger = get_logger(__name__)
+_ID = "id"  # a file: random digits that tell this run from any other
 TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 
 # What may change between two starts of one run without making it another run: length, logging, saving, ranks.
@@ -46,7 +53,47 @@ def prepare(config: RunConfig) -> None:
     except OSError as error:
         raise resource_error(error, folder) from error
     refuse_other(config)
+    refuse_small_disk(config)
     write_atomic(folder / "config.toml", dump_toml(config, comments=True).encode())
+    if config.checkpoint.local_folder and not (folder / _ID).exists():
+        write_atomic(folder / _ID, f"{secrets.token_hex(8)}\n".encode())
+
+
+def refuse_small_disk(config: RunConfig) -> None:
+    """Hold the space for checkpoints against what is free, before anything is computed that could not be saved.
+
+    Raises:
+        ResourceError: there is none for a single one. Less than retention will keep is a warning.
+    """
+    if is_finished(config):
+        return
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    moments = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
+    each = checkpoint_bytes(config.model, dtype=config.precision.dtype, moments=moments)
+    if optimizer.name == "muon":  # matrices have one moment; at the least
+        each = each * 2 // 3
+    there = next(path for path in (config.dir, *config.dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if each > free:
+        raise ResourceError(
+            f"{config.dir}: a checkpoint of this run takes {each} bytes, {free} are free; free some space or choose "
+            "another run.dir"
+        )
+    # while one is written, those that it will replace are still there
+    wanted = max(1, checkpoint.keep_last + 1 - len(candidates(config.dir / "checkpoints"))) * each
+    if wanted > free:
+        sizes: dict[str, Any] = {"bytes": wanted, "free": free, "keep_last": checkpoint.keep_last}
+        event(logger, "too little space for the checkpoints that are to be kept", level=logging.WARNING, **sizes)
+
+
+def local_root(config: RunConfig) -> Path | None:
+    """Where ranks keep this run's local checkpoints on their nodes; None if they do not.
+
+    The run's id is in the path, so that a run that is begun anew in the same folder never goes on from the old one's.
+    """
+    if not (config.checkpoint.local_folder and config.checkpoint.local_interval):
+        return None
+    return Path(config.checkpoint.local_folder) / (config.dir / _ID).read_text().strip()
 
 
 def refuse_other(config: RunConfig) -> None:

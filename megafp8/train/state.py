@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from megafp8.checkpoint import latest, load, load_newest, read_meta, save
+from megafp8.checkpoint.folders import step_of
+from megafp8.checkpoint.local import forget_local, load_newest_local
 from megafp8.checkpoint.manifest import MismatchError
+from megafp8.checkpoint.ranks import agree
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, DataError
 from megafp8.core.layout import Layout
@@ -20,6 +23,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.data.marks import Marks
 from megafp8.parallel.collectives import merge_dicts
 from megafp8.parallel.mesh import Mesh
+from megafp8.train.folder import local_root
 from megafp8.train.fp8_state import PREFIX, WARMUP, asked_as_stored, mend_scales, restore
 from megafp8.train.setup import Parts, code_version
 
@@ -142,7 +146,34 @@ def load_newest_run(parts: Parts) -> tuple[Path, dict[str, Any]] | None:
             its own configuration asks for.
     """
     root = parts.config.dir / "checkpoints"
-    return _load_state(parts, latest(root), partial(load_newest, root))
+    newest = latest(root)
+    step = int(agree([-1.0 if newest is None else float(step_of(newest))], parts.mesh)[0])
+    found = _load_local(parts, newer_than=step)
+    if found is None:
+        try:
+            found = _load_state(parts, newest, partial(load_newest, root))
+        except MismatchError:
+            raise
+        except CheckpointError:  # none is intact
+            found = _load_local(parts, newer_than=-1)
+            if found is None:
+                raise
+        if found is not None and found[1]["step"] < step:  # the newest was damaged inside: a local one may be newer
+            found = _load_local(parts, newer_than=found[1]["step"]) or found
+    if (local := local_root(parts.config)) is not None:
+        forget_local(local, parts.mesh, above=found[1]["step"] if found is not None else -1)
+    return found
+
+
+def _load_local(parts: Parts, *, newer_than: int) -> tuple[Path, dict[str, Any]] | None:
+    root = local_root(parts.config)
+    if root is None:
+        return None
+
+    def read(*args: Any, **options: Any) -> tuple[Path, dict[str, Any]] | None:  # nothing may differ in what is local
+        return load_newest_local(root, *args, newer_than=newer_than)
+
+    return _load_state(parts, None, read)
 
 
 def load_run(parts: Parts, path: Path) -> tuple[Path, dict[str, Any]]:
