@@ -26,6 +26,13 @@ class Samples(Protocol):
     def sample(self, index: int) -> np.ndarray: ...
 
 
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise ConfigError unless all are positive and finite."""
+    for weight in weights:
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"weight {weight} is not positive and finite; leave the dataset out instead")
+
+
 class Blend:
     """Several sample streams as one endless stream.
 
@@ -41,9 +48,7 @@ class Blend:
     def __init__(self, streams: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
         if not streams or len(streams) != len(weights):
             raise ConfigError(f"{len(streams)} datasets and {len(weights)} weights; give one weight for each dataset")
-        for weight in weights:
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"weight {weight} is not positive and finite; leave the dataset out instead")
+        check_weights(weights)
         lengths = {stream.sequence_length for stream in streams}
         assert len(lengths) == 1, lengths
         self.streams, self.seed, self.sequence_length = list(streams), seed, lengths.pop()
@@ -75,6 +80,20 @@ class Blend:
             else:
                 first, index = middle, index - before
         return first, index
+
+    def counts(self, num_samples: int) -> list[int]:
+        """How many of the first `num_samples` samples each stream serves; they add up exactly."""
+        found = [0] * len(self.streams)
+        todo = [(0, len(self.streams), num_samples)]
+        while todo:
+            first, after, count = todo.pop()
+            if after - first == 1:
+                found[first] = count
+                continue
+            num, den, phase = self._node(first, after)
+            middle, left = (first + after) // 2, (num * count + phase) // den
+            todo += [(first, middle, left), (middle, after, count - left)]
+        return found
 
     def sample(self, index: int) -> np.ndarray:
         """Token ids of sample `index`, int64 [S + 1]."""

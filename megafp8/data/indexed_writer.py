@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,6 +27,7 @@ from megafp8.data.indexed import (
     MAX_SEQUENCE_TOKENS,
     SIDE_VERSION,
     VERSION,
+    IndexedDataset,
     remove_dataset,
     side_file,
 )
@@ -138,6 +139,44 @@ class IndexedDatasetWriter:
         sizes = np.asarray(lengths, np.int64)
         starts = np.arange(self.num_sequences, self.num_sequences + len(sizes), dtype="<i8")
         self._append(as_ids(tokens, self.dtype), sizes, starts)
+
+    def add_dataset(self, source: IndexedDataset, seen: Callable[[np.ndarray], None] | None = None) -> None:
+        """Append all of another dataset, sequences and documents as they are cut there, in constant memory.
+
+        Args:
+            seen: called with each run of ids as they are written, [n] in this writer's dtype.
+
+        Raises:
+            DataError: ids that do not fit.
+        """
+        try:
+            for start in range(0, source.num_tokens, _CHUNK):
+                ids = as_ids(source.tokens(start, min(start + _CHUNK, source.num_tokens)), self.dtype)
+                self._files["bin"].write(ids.tobytes())
+                if seen is not None:
+                    seen(ids)
+            for start in range(0, len(source), _CHUNK):
+                self._files["lengths"].write(source.sequence_lengths[start : start + _CHUNK].astype("<i4").tobytes())
+            for start in range(0, source.num_documents, _CHUNK):
+                stop = min(start + _CHUNK, source.num_documents)
+                starts = source.document_index[start:stop].astype("<i8") + self.num_sequences
+                self._files["documents"].write(starts.tobytes())
+        except OSError as error:
+            raise resource_error(error, self.path_prefix) from error
+        self.num_tokens += source.num_tokens
+        self.num_sequences += len(source)
+        self.num_documents += source.num_documents
+
+    def add_sequences(self, tokens: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> None:
+        """Append whole documents of any number of sequences.
+
+        Args:
+            tokens: ids of all sequences, one after the other.
+            lengths: int [sequences].
+            starts: int [documents], number of the sequence among `lengths` at which each begins, ascending.
+        """
+        first = np.asarray(starts, "<i8") + self.num_sequences
+        self._append(as_ids(tokens, self.dtype), np.asarray(lengths, np.int64), first)
 
     def _append(self, ids: np.ndarray, sizes: np.ndarray, starts: np.ndarray) -> None:
         if int(sizes.sum()) != len(ids) or (len(sizes) and int(sizes.min()) < 0):
