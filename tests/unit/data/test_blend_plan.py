@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megafp8.cli.main import main
-from megafp8.core.config import build
+from megafp8.core.config import build, load_toml
 from megafp8.core.errors import ConfigError, DataError
 from megafp8.data import IndexedDatasetWriter
 from megafp8.data.blend import Blend
@@ -32,9 +31,15 @@ def sets(tmp_path: Path) -> list[str]:
     return found
 
 
-def test_the_plan_is_what_is_served(sets: list[str]) -> None:
+def pasted(section: str, folder: Path) -> DataConfig:
+    """The section as a run reads it."""
+    (folder / "run.toml").write_text(section)
+    return build(DataConfig, load_toml(folder / "run.toml")["data"])
+
+
+def test_the_plan_is_what_is_served(sets: list[str], tmp_path: Path) -> None:
     plan = plan_blend(sets, sequence_length=S, num_tokens=5003, weights=[5, 3, 2], seed=3)
-    config = build(DataConfig, tomllib.loads(data_section(plan, tokenizer="bytes", valid=[]))["data"])
+    config = pasted(data_section(plan, tokenizer="bytes", valid=[]), tmp_path)
     blend = open_blend(config.train, tokenizer=ByteTokenizer(), sequence_length=config.sequence_length, seed=3)
     served = [0, 0, 0]
     for index in range(plan.num_samples):
@@ -54,7 +59,7 @@ def test_temperature(sets: list[str]) -> None:
     assert shares[2.0] == pytest.approx([root / sum(roots) for root in roots], rel=1e-12)
     assert shares[1e9] == pytest.approx([1 / 3] * 3, rel=1e-7), "1e-9 ln(20) apart"
     plan = plan_blend(sets, sequence_length=S)
-    assert plan.num_samples == 260 and all(abs(source.epochs - 1) < 0.2 for source in plan.sources), "by size: one epoch"
+    assert plan.num_samples == 260 and all(abs(source.epochs - 1) < 0.2 for source in plan.sources), "by size: once"
     tiny = plan_blend(sets, sequence_length=S, num_tokens=S, weights=[1e-6, 1e-6, 1])
     assert len([line for line in tiny.warnings if "serves no sample" in line]) == 2
 
@@ -123,6 +128,6 @@ def test_the_verb_takes_corpus_folders(sets: list[str], tmp_path: Path, capsys: 
     captured = capsys.readouterr()
     table, _, section = captured.out.partition("\n\n")
     assert "250 samples of 8 tokens" in table and captured.err.count("warning: ") == 4
-    config = build(DataConfig, tomllib.loads(section)["data"])
+    config = pasted(section, tmp_path)
     assert config.tokenizer == "bytes" and len(config.train) == 4
     assert [one.name for one in config.valid] == [f"{tmp_path}/x/en", f"{tmp_path}/y/en"], "names of their own"

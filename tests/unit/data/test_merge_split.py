@@ -57,7 +57,7 @@ def names_in(folder: Path) -> set[str]:
 def test_merge_is_what_one_writer_would_have_written(tmp_path: Path) -> None:
     sets = [made(1, 50), [], made(2, 30), [[EOD]]]
     paths = [write(tmp_path / f"s{i}", documents) for i, documents in enumerate(sets)]
-    together = write(tmp_path / "together", sum(sets, []))
+    together = write(tmp_path / "together", [document for documents in sets for document in documents])
     dataset = merge(paths, tmp_path / "out" / "all")
     for suffix in ("bin", "idx"):
         assert checksum_file(Path(f"{together}.{suffix}")) == checksum_file(tmp_path / "out" / f"all.{suffix}")
@@ -226,7 +226,7 @@ def test_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "peek", f"{tmp_path}/s/x", "--start", "99"]) == 0
     assert "no document from 99 on; there are 10" in capsys.readouterr().out
     assert main(["data", "stats", f"{tmp_path}/s", "--json"]) == 0
-    assert [one["documents"] for one in json.loads(capsys.readouterr().out)][0] == 10
+    assert json.loads(capsys.readouterr().out)[0]["documents"] == 10
     Path(f"{tmp_path}/s/x.bin").write_bytes(b"")
     assert main(["data", "verify", f"{tmp_path}/s"]) == 3
     captured = capsys.readouterr()
