@@ -17,6 +17,7 @@ from megafp8.core.errors import ConfigError, DataError
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.indexed_writer import IndexedDatasetWriter
 from megafp8.data.output_lock import check_output, output_lock
+from megafp8.data.sources import check_marks
 from megafp8.data.tokenizer import Tokenizer, identity
 from megafp8.data.verify import problems, unigram_entropy_nats
 
@@ -91,7 +92,7 @@ def common_tokenizer(datasets: Sequence[IndexedDataset], named: Tokenizer | None
         named: what wrote those that do not say.
 
     Raises:
-        DataError: two tokenizers; or only some say.
+        DataError: two tokenizers, or two ways to mark documents; or only some say.
     """
     facts: dict[str, Any] = identity(named) if named is not None else {}
     origin, silent = "--tokenizer" if named is not None else "", []
@@ -105,12 +106,14 @@ def common_tokenizer(datasets: Sequence[IndexedDataset], named: Tokenizer | None
                 f"{dataset.path_prefix}: written with tokenizer {_said(written)}, but {origin} is {_said(facts)}; "
                 "the same number means another piece in each, so tokenize one of the two again"
             )
-        facts, origin = facts or dict(written), origin or str(dataset.path_prefix)
+        if not origin or origin == "--tokenizer":  # what is written also says how documents are marked
+            facts, origin = dict(written), str(dataset.path_prefix)
     if silent and facts and named is None:
         raise DataError(
             f"{silent[0]}: no side file says which tokenizer wrote it, {origin} was written with {_said(facts)}; if it "
             "is the same, name it with --tokenizer"
         )
+    check_marks(datasets)
     return facts
 
 

@@ -110,6 +110,10 @@ def test_merge_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     before = names_in(tmp_path)
     with pytest.raises(DataError, match="written with tokenizer bytes ffffffffffff of 260 ids, but .*a is"):
         merge([a, b], tmp_path / "out")
+    begun = write(tmp_path / "begun", made(2, 9), tokenizer={**BYTES, "add_bos": True})
+    before |= names_in(tmp_path)
+    with pytest.raises(DataError, match="its documents are written as begin id, text, end id"):
+        merge([a, begun], tmp_path / "out")
     with pytest.raises(ConfigError, match="named twice"):
         merge([a, tmp_path / "." / "a"], tmp_path / "out")
     with pytest.raises(ConfigError, match="two datasets at least"):
