@@ -41,6 +41,7 @@ PROMPT = "The quick brown fox"
 _MAX_TOKENS = 512
 _NEW_TOKENS = 16
 _SAFETY = 8  # see logit_bound
+_OBEDIENT = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that do what tokenizer.json says
 _UNIT = 2.0**-24  # the largest relative error of one rounding to fp32
 
 
@@ -76,12 +77,18 @@ class Report:
     texts_differing: tuple[str, ...]
     sample: str
     sample_theirs: str
+    tokenizer_class: str = ""  # that which transformers made of the files, where it has rules of its own
 
     @property
     def problems(self) -> list[str]:
         """What is out of bounds."""
         found = [str(comparison) for comparison in self.logits if not comparison.good]
         found += [f"tokenizer ids differ for {text!r}" for text in self.texts_differing]
+        if self.texts_differing and self.tokenizer_class:
+            found.append(
+                f"transformers opens a tokenizer of this model_type as {self.tokenizer_class}, whose own rules replace "
+                "those of tokenizer.json: train with such a tokenizer, or a family without that rule (llama, qwen3)"
+            )
         if self.sample != self.sample_theirs:
             found.append(f"greedy samples differ: ours {self.sample!r}, theirs {self.sample_theirs!r}")
         return found
@@ -121,8 +128,8 @@ def verify_folder(
         comparisons.append(_compare(dtype, exact, _logits(ours, ids), _their_logits(theirs, ids), routed=routed))
         if dtype == torch.float32:
             samples = _samples(ours, theirs, config, tokenizer, comparisons[0].bound)
-    differing = _differing_texts(transformers, folder, tokenizer) if tokenizer else ()
-    return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, *samples)
+    differing, kind = _differing_texts(transformers, folder, tokenizer) if tokenizer else ((), "")
+    return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, *samples, kind)
 
 
 def _sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor:
@@ -220,7 +227,8 @@ def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
 
-def _differing_texts(transformers: Any, folder: Path, tokenizer: Tokenizer) -> tuple[str, ...]:
+def _differing_texts(transformers: Any, folder: Path, tokenizer: Tokenizer) -> tuple[tuple[str, ...], str]:
+    """The texts whose ids differ, and the class that transformers takes, if it is not the one that obeys the files."""
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the package raises of every kind
@@ -232,7 +240,8 @@ def _differing_texts(transformers: Any, folder: Path, tokenizer: Tokenizer) -> t
         got = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
         if got != (wanted := tokenizer.encode(text)) and not ties.hold(wanted, got):
             differing.append(text)
-    return tuple(differing)
+    kind = type(theirs).__name__
+    return tuple(differing), "" if kind in _OBEDIENT else kind
 
 
 class _Ties:

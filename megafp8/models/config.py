@@ -56,7 +56,7 @@ class ModelConfig:
     """A decoder. `preset` or `family` fills what is not given."""
 
     family: Annotated[
-        Literal["llama", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"],
+        Literal["llama", "mistral", "qwen2", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"],
         Field(description="defaults, foreign names"),
     ] = "llama"
     num_layers: Annotated[int, Field(gt=0, description="decoder layers")] = 8
@@ -77,6 +77,7 @@ class ModelConfig:
     mla: MLAConfig = Field(default_factory=MLAConfig)
     tied_embeddings: Annotated[bool, Field(description="the output layer uses the embedding's weight")] = False
     attention_bias: Annotated[bool, Field(description="biases in the attention's linears")] = False
+    qkv_bias: Annotated[bool, Field(description="biases of queries, keys and values alone (Qwen2)")] = False
     mlp_bias: Annotated[bool, Field(description="biases in the MLP's linears")] = False
     hidden_dropout: _Rate = 0.0
     attention_dropout: _Rate = 0.0
@@ -135,8 +136,9 @@ class ModelConfig:
             "position": self.position != "rope",
             "qk_norm": self.qk_norm,
             "attention_bias": self.attention_bias,
+            "qkv_bias": self.qkv_bias,
         }
-        right = (0, 0, "rope", False, False)
+        right = (0, 0, "rope", False, False, False)
         for (name, broken), value in zip(wrong.items(), right, strict=True):
             if broken:
                 raise ValueError(f"{name} {getattr(self, name)!r} does not go with mla; nearest: {value!r}")
@@ -145,6 +147,11 @@ class ModelConfig:
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases, be it alone or with the attention's output."""
+        return self.attention_bias or self.qkv_bias
 
     @property
     def qkv_size(self) -> int:

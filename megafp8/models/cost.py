@@ -49,7 +49,8 @@ def small_parameters(config: ModelConfig) -> tuple[int, int]:
     layer = 2 * norm
     if config.mla.enabled:
         return layer + config.mla.q_lora_rank + config.mla.kv_lora_rank, norm
-    layer += 2 * config.head_dim * config.qk_norm + (config.qkv_size + hidden) * config.attention_bias
+    layer += 2 * config.head_dim * config.qk_norm
+    layer += config.qkv_size * config.has_qkv_bias + hidden * config.attention_bias
     return layer + (config.num_mlp_inputs * config.ffn_hidden_size + hidden) * config.mlp_bias, norm
 
 

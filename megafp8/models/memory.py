@@ -126,7 +126,7 @@ def _elements_of(config: ModelConfig, work: Workload, spans: list[Span]) -> tupl
     layer, final = small_parameters(config)
     columns = config.num_mlp_inputs * config.ffn_hidden_size * config.mlp_bias  # of biases, split as their outputs are
     layer -= columns - columns // tp
-    layer -= (config.qkv_size - config.qkv_size // sizes["kvtp"]) * config.attention_bias
+    layer -= (config.qkv_size - config.qkv_size // sizes["kvtp"]) * config.has_qkv_bias
     dense += len(layers) * layer + any(span.last for span in spans) * final
     first, last = any(span.first for span in spans), any(span.last for span in spans)
     embeddings = first + last - (config.tied_embeddings and first and last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megafp8.core.config import nearest, to_dict
+from megafp8.core.config import build, nearest, to_dict
 from megafp8.core.errors import CheckpointError, ConfigError
 from megafp8.models.config import ModelConfig
 from megafp8.models.families import FAMILIES
@@ -102,9 +102,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if model_type not in families:
         raise ConfigError(f"model_type {model_type!r} is not one of: {', '.join(families)}")
     try:
-        return ModelConfig(**families[model_type].from_config(config))
-    except ValueError as error:
-        raise ConfigError(f"config.json of a {model_type}: {error}") from error
+        return build(ModelConfig, families[model_type].from_config(config))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"config.json of a {model_type}: {'; '.join(str(error).splitlines())}") from error
 
 
 def resolved_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -137,7 +137,7 @@ def _has(config: ModelConfig, name: str, layer: int = -1) -> bool:
     if ".mlp." in name:
         return _has_mlp(config, name, layer)
     if name.endswith(".bias") and "norm" not in name:
-        return config.attention_bias
+        return config.has_qkv_bias if ".qkv." in name else config.attention_bias
     return True
 
 

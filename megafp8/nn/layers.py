@@ -56,6 +56,7 @@ class ModelShape(Protocol):
     qk_norm: bool
     mla: Any
     attention_bias: bool
+    qkv_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
     hidden_dropout: float
@@ -220,8 +221,9 @@ class OwnLayers:
         s = self.shape
         q_size = s.num_attention_heads * s.head_dim
         rows = self._shared_kv_rows()
+        biased = s.attention_bias or s.qkv_bias
         return Attention(
-            self._column(f"{name}.qkv", (q_size + 2 * s.num_kv_heads * s.head_dim,), bias=s.attention_bias, rows=rows),
+            self._column(f"{name}.qkv", (q_size + 2 * s.num_kv_heads * s.head_dim,), bias=biased, rows=rows),
             self._row(f"{name}.out", q_size, bias=s.attention_bias),
             name=name,
             num_groups=max(1, s.num_kv_heads // self.mesh.size("tp")),

@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_length": 16}, "rope_theta": 100.0},
     "llama_yarn": LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_length": 16}},
     "llama_dynamic": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_sequence_length": 16},
+    "mistral": {"family": "mistral", **SMALL},
+    "qwen2": {"family": "qwen2", **SMALL},
     "qwen3": {"family": "qwen3", **SMALL, "head_dim": 16, "tied_embeddings": True},
     "gpt": {"family": "gpt", **SMALL, "num_kv_heads": 6},
     "mixtral": {"family": "mixtral", **SMALL, "moe": {"num_experts": 5, "top_k": 2}},
@@ -154,7 +156,7 @@ def test_logits_and_gradients(name: str) -> None:
         assert difference < GRADIENTS, parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"])
 def test_twenty_steps(name: str) -> None:
     ours, theirs, _ = pair(MODELS[name])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5) for model in (ours, theirs)]

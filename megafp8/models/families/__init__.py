@@ -9,10 +9,10 @@ from typing import Any
 
 from megafp8.core.config import nearest
 from megafp8.core.errors import ConfigError
-from megafp8.models.families import deepseek, gpt, llama, mixtral, qwen3, qwen3_moe
+from megafp8.models.families import deepseek, gpt, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megafp8.models.families.rules import Family
 
-_MODULES = (llama, qwen3, gpt, mixtral, qwen3_moe, deepseek)
+_MODULES = (llama, mistral, qwen2, qwen3, gpt, mixtral, qwen3_moe, deepseek)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megafp8.models.families.llama import dims, fixed_problems
+from megafp8.models.families.llama import dims, fixed_problems, refuse_other
 from megafp8.models.families.rules import Family, Rule
 
 DEFAULTS: dict[str, Any] = {
     "norm": "layernorm", "activation": "gelu", "position": "learned", "qk_norm": False,
-    "attention_bias": True, "mlp_bias": True, "tied_embeddings": True, "norm_eps": 1e-5,
+    "attention_bias": True, "qkv_bias": False, "mlp_bias": True, "tied_embeddings": True, "norm_eps": 1e-5,
 }  # fmt: skip
 
 
@@ -67,7 +67,18 @@ def to_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of GPT2LMHeadModel as our model section."""
+    """config.json of GPT2LMHeadModel as our model section.
+
+    Raises:
+        ValueError: variants that our model has not.
+    """
+    refuse_other(
+        config,
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+        },
+    )  # fmt: skip
     model = {ours: config[theirs] for ours, theirs in _KEYS.items() if config.get(theirs) is not None}
     model.setdefault("ffn_hidden_size", 4 * config["n_embd"])
     return {"family": "gpt", **DEFAULTS, **model, "num_kv_heads": config["n_head"]}

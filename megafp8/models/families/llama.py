@@ -12,7 +12,7 @@ from megafp8.models.families.rules import Family, Rule
 
 DEFAULTS: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "qk_norm": False,
-    "attention_bias": False, "mlp_bias": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
+    "attention_bias": False, "qkv_bias": False, "mlp_bias": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
 
 
@@ -104,10 +104,23 @@ def to_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of LlamaForCausalLM as our model section."""
+    """config.json of LlamaForCausalLM as our model section.
+
+    Raises:
+        ValueError: what our model has not: sliding windows, another activation, heads rotated in part; or a value is
+            missing, which transformers would fill by defaults of its own, or is there twice and differs.
+    """
+    _refuse_missing(config)
+    refuse_other(config, {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,)})
+    refuse_windows(config)
     model = {ours: config[theirs] for ours, theirs in _KEYS.items() if config.get(theirs) is not None}
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    refuse_other(rope, {"partial_rotary_factor": (1.0,)})
     if "rope_theta" in rope:
+        if config.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+            raise ValueError(
+                f"rope_theta {config['rope_theta']} is not {rope['rope_theta']} as in rope_parameters; make them equal"
+            )
         model["rope_theta"] = float(rope["rope_theta"])
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -115,6 +128,45 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         model["rope_scaling"] = {"type": kind, **theirs}
     model.setdefault("tied_embeddings", False)  # Hugging Face's default for Llama
     return {"family": "llama", **DEFAULTS, **model}
+
+
+_NEEDED = ("norm_eps", "vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
+           "max_sequence_length")  # fmt: skip
+
+
+def _refuse_missing(config: Mapping[str, Any]) -> None:
+    needed = [_KEYS[name] for name in _NEEDED]
+    if config.get("model_type") != "llama":  # which has as many as query heads; others have numbers of their own
+        needed.append(_KEYS["num_kv_heads"])
+    missing = [name for name in needed if config.get(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing; give what the model was made with")
+
+
+def refuse_other(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse values under which the same weights compute something else.
+
+    Raises:
+        ValueError: one of the keys is there with another value than these.
+    """
+    for name, values in allowed.items():
+        if config.get(name, values[0]) not in values:
+            raise ValueError(f"{name} {config[name]!r} is not what our model computes, which is {values[0]!r}")
+
+
+def refuse_windows(config: Mapping[str, Any]) -> None:
+    """Refuse attention that sees only a window of tokens, unless it is as long as the model's positions.
+
+    Raises:
+        ValueError: says how the same weights can be used within the window.
+    """
+    window, length = config.get("sliding_window"), config["max_position_embeddings"]
+    used = config.get("use_sliding_window", True) and window is not None and window < length
+    if used or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ValueError(
+            f"sliding_window {window}: our attention sees all tokens before; to use the model within {window} tokens, "
+            f"set sliding_window to null and max_position_embeddings to {window} in config.json"
+        )
 
 
 def fixed_problems(
@@ -130,7 +182,7 @@ def fixed_problems(
         biases: those that the class has no choice about.
         latent: whether the class has latent attention.
     """
-    names = ("norm", "activation", "position", "qk_norm", *biases)
+    names = ("norm", "activation", "position", "qk_norm", "qkv_bias", *biases)
     problems = [
         f"model.{name} = {model[name]!r}: it has {defaults[name]!r}" for name in names if model[name] != defaults[name]
     ]

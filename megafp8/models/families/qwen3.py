@@ -38,8 +38,12 @@ def to_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of Qwen3ForCausalLM as our model section."""
-    return llama.from_config(config) | {"family": "qwen3", "qk_norm": True}
+    """config.json of Qwen3ForCausalLM as our model section.
+
+    Raises:
+        ValueError: a sliding window shorter than the model's positions.
+    """
+    return llama.from_config({"use_sliding_window": False, **config}) | {"family": "qwen3", "qk_norm": True}
 
 
 def problems(model: Mapping[str, Any]) -> list[str]:

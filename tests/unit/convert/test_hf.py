@@ -6,6 +6,7 @@ import shutil
 import stat
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +32,9 @@ MODELS = {
     "linear scaling": config_of(rope_scaling={"type": "linear", "factor": 4.0}),
     "dynamic scaling": config_of(rope_scaling={"type": "dynamic", "factor": 4.0}),
     "yarn scaling": config_of(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_length": 24}),
+    "mistral": config_of("mistral", num_kv_heads=2),
+    "qwen2": config_of("qwen2", num_kv_heads=2),
+    "qwen2, tied": config_of("qwen2", num_kv_heads=1, tied_embeddings=True),
     "qwen3": config_of("qwen3", num_kv_heads=2),
     "gpt": config_of("gpt", tied_embeddings=True),
     "mixtral": config_of("mixtral", num_kv_heads=2, moe={"num_experts": 4}),
@@ -44,9 +48,22 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.fixture(scope="session")
+def qwen_like(tmp_path_factory):
+    """A tokenizer by the rules that transformers 5 gives every folder of model_type qwen2, whatever its files say."""
+    pre, path = tokenizers.pre_tokenizers, tmp_path_factory.mktemp("qwen") / "tokenizer.json"
+    alphabet = sorted(pre.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer, made.decoder = pre.ByteLevel(False, use_regex=False), tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(path))
+    return path
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back_is_exact_and_transformers_agrees(tmp_path, name):
-    source = save_model(tmp_path / "run", MODELS[name])
+def test_there_and_back_is_exact_and_transformers_agrees(tmp_path, name, qwen_like):
+    source = save_model(tmp_path / "run", MODELS[name], tokenizer=qwen_like if "qwen2" in name else "bytes")
     report = to_hf(source, tmp_path / "hf", dtype="bf16")
     assert report is not None and not report.problems
     # fp32 errors of 2^-24 sqrt(48 terms x 5 branches) = 1e-6, amplified by saturated attention; measured 3e-6 of the
@@ -170,6 +187,12 @@ def test_another_tokenizer_is_caught(tmp_path, exported):
     path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
     report = verify_folder(tmp_path / "hf", MODELS["llama"], weights(source, torch.bfloat16), load_tokenizer("bytes"))
     assert len(report.texts_differing) >= len(TEXTS) - 2
+
+
+def test_a_class_that_ignores_the_tokenizers_rules_is_named(tmp_path):
+    source = save_model(tmp_path / "run", MODELS["qwen2"])  # with our bytes, which keep decomposed letters
+    with pytest.raises(CheckpointError, match="as Qwen2Tokenizer, whose own rules replace those"):
+        to_hf(source, tmp_path / "hf")
 
 
 def test_out_of_bounds_leaves_nothing_and_exits_4(tmp_path, monkeypatch, capsys):
