@@ -62,7 +62,7 @@ class SourceConfig:
     def __post_init__(self) -> None:
         for name in ("files", "valid_files") if self.kind == "python_stdlib" else ():
             if getattr(self, name):
-                raise ValueError(f'{name} is for the other kinds; python_stdlib reads this Python, remove it')
+                raise ValueError(f"{name} is for the other kinds; python_stdlib reads this Python, remove it")
         if self.kind != "python_stdlib" and not self.files:
             raise ValueError(f'files is empty, but kind is "{self.kind}"; give paths or globs')
         try:

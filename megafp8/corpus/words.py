@@ -36,9 +36,9 @@ class Words:
     def __init__(self, text: str) -> None:
         self.text = text
         self.codes = characters.code_points(text)
-        self.kinds = characters.classes()[self.codes]
+        self.kinds = characters.classes().take(self.codes)
         _join(self.codes, self.kinds)
-        kinds = _WORD_KINDS[self.kinds]
+        kinds = _WORD_KINDS.take(self.kinds)
         changes = _where(kinds[1:] != kinds[:-1]) + 1
         bounds = np.concatenate((np.zeros(min(1, len(kinds)), np.int64), changes, [len(kinds)]))
         chosen = _where(kinds[bounds[:-1]] >= ALPHABETIC)
@@ -52,10 +52,12 @@ class Words:
     @cached_property
     def num_numbers(self) -> int:
         """Words that are digits only."""
-        digits = _where(self.kinds == DIGIT)
         begun = _where(self.kinds[self.starts] == DIGIT)
+        if not len(begun):
+            return 0
+        digits = _where(self.kinds == DIGIT)
         starts, ends = self.starts[begun], self.ends[begun]
-        return int((np.searchsorted(digits, ends) - np.searchsorted(digits, starts) == ends - starts).sum())
+        return int(np.count_nonzero(digits.searchsorted(ends) - digits.searchsorted(starts) == ends - starts))
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -63,14 +65,21 @@ class Words:
         return self.ends - self.starts
 
     @cached_property
+    def length_sums(self) -> np.ndarray:
+        """int64 [W + 1]: characters of the words before each, and of all."""
+        sums = np.zeros(self.num_words + 1, np.int64)
+        self.lengths.cumsum(out=sums[1:])
+        return sums
+
+    @property
     def num_word_characters(self) -> int:
         """Characters of all words."""
-        return int(self.lengths.sum())
+        return int(self.length_sums[-1])
 
     @cached_property
     def _sums(self) -> np.ndarray:
         """uint64 [C + 1]: running polynomial hash; differences of two, scaled back, are hashes of what is between."""
-        values = characters.symbols()[self.codes]
+        values = characters.symbols().take(self.codes)
         low, _ = _powers()
         for number, start in enumerate(range(0, len(values), _BLOCK)):
             block = values[start : start + _BLOCK]
@@ -78,7 +87,7 @@ class Words:
             if number:
                 block *= np.uint64(pow(_BASE, start, 1 << 64))
         sums = np.zeros(len(values) + 1, np.uint64)
-        np.cumsum(values, out=sums[1:])
+        values.cumsum(out=sums[1:])
         return sums
 
     def hash_ranges(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -136,14 +145,14 @@ class Words:
                 positions = self.repeated_grams(size - 1)[0]
                 positions = positions[positions <= self.num_words - size]
                 values = self._gram_hashes_at(positions, size)
-            order = np.argsort(values)
+            order = values.argsort()
             ranked = values[order]
             same = ranked[1:] == ranked[:-1]
             chosen = np.zeros(len(values), bool)
             chosen[order[1:]] = same
             chosen[order[:-1]] |= same
-            groups = np.empty(len(values), np.int64)
-            groups[order] = np.concatenate(([0], np.cumsum(~same)))[: len(values)]
+            groups = np.zeros(len(values), np.int64)
+            groups[order[1:]] = (~same).cumsum()
             self._repeats[size] = positions[chosen], groups[chosen]
         return self._repeats[size]
 
@@ -152,7 +161,7 @@ class Words:
         marks = np.zeros(self.num_words + 1, np.int32)
         np.add.at(marks, positions, 1)
         np.add.at(marks, positions + size, -1)
-        return int(self.lengths[np.cumsum(marks[:-1]) > 0].sum())
+        return int(self.lengths[marks[:-1].cumsum() > 0].sum())
 
     def run_text(self, position: int, size: int) -> str:
         """The text from word `position` to the end of the `size`-th word, in one line."""
@@ -168,7 +177,7 @@ class Words:
     def num_bare_symbols(self) -> int:
         """Runs between white space in which there is no word, such as " - " and " *** "."""
         space = self.kinds == SPACE
-        num_runs = int((space[:-1] & ~space[1:]).sum()) + int(len(space) > 0 and not space[0])
+        num_runs = int(np.count_nonzero(space[:-1] > space[1:])) + int(len(space) > 0 and not space[0])
         if not self.num_words:
             return num_runs
         # a word is the first of its run if there is white space between it and the word before
@@ -178,7 +187,7 @@ class Words:
         if len(hidden):
             spaces = _where(space)
             first[hidden] = np.searchsorted(spaces, after[hidden]) != np.searchsorted(spaces, before[hidden])
-        return num_runs - 1 - int(first.sum())
+        return num_runs - 1 - int(np.count_nonzero(first))
 
 
 class Lines:
@@ -208,8 +217,8 @@ class Lines:
             numbers, starts, ends = (np.delete(values, loose[blank]) for values in (numbers, starts, ends))
         self.numbers, self.starts, self.ends = numbers, starts, ends
         self.lengths = ends - starts
-        gaps = np.diff(self.numbers) > 1
-        self.paragraph = np.concatenate(([0], np.cumsum(gaps)))[: len(self.numbers)]
+        self.paragraph = np.zeros(len(numbers), np.int64)
+        (numbers[1:] - numbers[:-1] > 1).cumsum(out=self.paragraph[1:])
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -220,10 +229,15 @@ class Lines:
         return self._words.hash_ranges(self.starts, self.ends)
 
     @cached_property
+    def repeated(self) -> np.ndarray:
+        """bool [L]: whether an equal line stands before it."""
+        return repeats(self.hashes)
+
+    @cached_property
     def num_words(self) -> np.ndarray:
         """int64 [L]: words that begin in each line."""
         starts = self._words.starts
-        return np.searchsorted(starts, self.ends) - np.searchsorted(starts, self.starts)
+        return starts.searchsorted(self.ends) - starts.searchsorted(self.starts)
 
     @property
     def first_codes(self) -> np.ndarray:
@@ -238,9 +252,11 @@ class Lines:
     @cached_property
     def paragraph_bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """(starts, ends) of the paragraphs, in characters."""
-        first = _where(np.diff(self.paragraph, prepend=-1))
-        last = np.concatenate((first[1:], [len(self)])) - 1
-        return (self.starts[first], self.ends[last]) if len(self) else (self.starts, self.ends)
+        if not len(self):
+            return self.starts, self.ends
+        after = _where(self.paragraph[1:] != self.paragraph[:-1]) + 1
+        first, last = np.concatenate(([0], after)), np.concatenate((after, [len(self)])) - 1
+        return self.starts[first], self.ends[last]
 
     @cached_property
     def paragraph_hashes(self) -> np.ndarray:
@@ -261,9 +277,12 @@ def _where(mask: np.ndarray) -> np.ndarray:
 
 def repeats(hashes: np.ndarray) -> np.ndarray:
     """bool [n]: whether an equal value stands before it."""
-    order = np.argsort(hashes, kind="stable")
-    ranked = hashes[order]
     result = np.zeros(len(hashes), bool)
+    ranked = np.sort(hashes)
+    if not (ranked[1:] == ranked[:-1]).any():  # the most frequent case, and three times as fast
+        return result
+    order = hashes.argsort(kind="stable")
+    ranked = hashes[order]
     result[order[1:]] = ranked[1:] == ranked[:-1]
     return result
 

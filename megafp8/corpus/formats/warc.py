@@ -24,8 +24,7 @@ _TAIL = 128
 _HTML = ("text/html", "application/xhtml+xml")
 _TEXTS = WarcRecordType.response | WarcRecordType.conversion | WarcRecordType.resource
 _HEADER = (
-    "WARC/1.1\r\nWARC-Type: response\r\nContent-Type: application/http; msgtype=response\r\n"
-    "Content-Length: %d\r\n\r\n"
+    "WARC/1.1\r\nWARC-Type: response\r\nContent-Type: application/http; msgtype=response\r\nContent-Length: %d\r\n\r\n"
 )
 
 

@@ -52,7 +52,7 @@ class FineWeb:
         lines = words.lines
         if not len(lines):
             return document
-        again = repeats(lines.hashes)
+        again = lines.repeated
         share = float(lines.lengths[again].sum() / lines.lengths.sum())
         if share > self.max_repeated_characters:
             return Dropped("repeated lines", f"{share:.2f} of the characters")
@@ -61,10 +61,11 @@ class FineWeb:
             starts, ends = lines.paragraph_bounds
             lengths = ends - starts
             ended = ended[np.searchsorted(lines.ends, ends)]
-        if ended.mean() < self.min_ended_lines:
-            return Dropped("lines without end", f"{ended.mean():.2f} end in punctuation")
+        share = np.count_nonzero(ended) / len(ended)
+        if share < self.min_ended_lines:
+            return Dropped("lines without end", f"{share:.2f} end in punctuation")
         limit = self.short_line_characters * rules_for(document.language, self.languages).characters
-        share = float((lengths < limit).mean())
+        share = np.count_nonzero(lengths < limit) / len(lengths)
         return Dropped("short lines", f"{share:.2f} of the lines") if share > self.max_short_lines else document
 
 

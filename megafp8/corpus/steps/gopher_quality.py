@@ -59,7 +59,7 @@ class GopherQuality:
         for one in stop_hashes(rules.stop_words):
             if found >= self.min_stop_words:
                 return document
-            found += bool((words.hashes == one).any())
+            found += bool(np.count_nonzero(words.hashes == one))
         return document if found >= self.min_stop_words else Dropped("stop words", f"{found} of {document.language}")
 
     def _lengths(self, words: Words, rules: LanguageRules) -> Dropped | None:
@@ -95,9 +95,11 @@ class GopherQuality:
         if share > self.max_bullet_lines:
             return Dropped("bullet lines", f"{share:.2f} of the lines")
         last = lines.last_codes
-        share = int((last == _ELLIPSIS).sum()) / count
-        ends = lines.ends[(last == _DOT) & (lines.lengths >= 3)]
-        share += int(((words.codes[ends - 2] == _DOT) & (words.codes[ends - 3] == _DOT)).sum()) / count
+        share = int(np.count_nonzero(last == _ELLIPSIS)) / count
+        if "..." in words.text:
+            ends = lines.ends[(last == _DOT) & (lines.lengths >= 3)]
+            dots = (words.codes[ends - 2] == _DOT) & (words.codes[ends - 3] == _DOT)
+            share += int(np.count_nonzero(dots)) / count
         if share > self.max_ellipsis_lines:
             return Dropped("ellipsis lines", f"{share:.2f} of the lines")
         return None

@@ -54,22 +54,21 @@ class GopherRepetition:
     def _lines(self, words: Words) -> Dropped | None:
         lines = words.lines
         parts = (
-            ("lines", lines.hashes, (lines.starts, lines.ends), self.lines, self.line_characters),
+            ("lines", lines.repeated, (lines.starts, lines.ends), self.lines, self.line_characters),
             (
                 "paragraphs",
-                lines.paragraph_hashes,
+                repeats(lines.paragraph_hashes),
                 lines.paragraph_bounds,
                 self.paragraphs,
                 self.paragraph_characters,
             ),
         )
-        for what, hashes, bounds, limit, character_limit in parts:
-            again = repeats(hashes)
+        for what, again, bounds, limit, character_limit in parts:
             if not again.any():
                 continue
             letters = words.num_letters(*bounds)
-            again &= letters >= _MIN_LETTERS
-            share = again.sum() / max(1, (letters >= _MIN_LETTERS).sum())
+            again = again & (letters >= _MIN_LETTERS)
+            share = np.count_nonzero(again) / max(1, np.count_nonzero(letters >= _MIN_LETTERS))
             if share > limit:
                 return Dropped(f"repeated {what}", f"{share:.2f}")
             share = letters[again].sum() / max(1, letters.sum())
@@ -107,8 +106,7 @@ class GopherRepetition:
 
 
 def _lengths_of_runs(words: Words, positions: np.ndarray, size: int) -> np.ndarray:
-    sums = np.concatenate(([0], np.cumsum(words.lengths)))
-    return sums[positions + size] - sums[positions]
+    return words.length_sums[positions + size] - words.length_sums[positions]
 
 
 STEP = GopherRepetition
