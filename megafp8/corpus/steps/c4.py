@@ -103,7 +103,7 @@ class C4:
         if self.javascript and ("avascript" in text or "avaScript" in text or "AVASCRIPT" in text):
             places += [found.start() for found in _JAVASCRIPT.finditer(text)]
         known = self.policy_phrases == POLICY_PHRASES
-        if self.policy_phrases and (not known or any([hint in text for hint in _POLICY_HINTS])):
+        if self.policy_phrases and (not known or any(hint in text for hint in _POLICY_HINTS)):
             places += _occurrences(text, self.policy_phrases)
         return places
 

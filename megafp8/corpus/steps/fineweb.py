@@ -18,7 +18,7 @@ from megafp8.core.config import config_dataclass
 from megafp8.corpus.documents import Document, Dropped
 from megafp8.corpus.languages import LanguageRules, rules_for
 from megafp8.corpus.line_ends import ends_closed
-from megafp8.corpus.words import repeats, words_of
+from megafp8.corpus.words import words_of
 
 _WRAP_WIDTHS = (40, 100)  # characters; mail, manual pages, RFCs, e-texts
 _WRAPPED_SHARE = 0.5
