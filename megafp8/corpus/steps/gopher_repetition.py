@@ -71,7 +71,7 @@ class GopherRepetition:
             share = np.count_nonzero(again) / max(1, np.count_nonzero(letters >= _MIN_LETTERS))
             if share > limit:
                 return Dropped(f"repeated {what}", f"{share:.2f}")
-            share = letters[again].sum() / max(1, letters.sum())
+            share = int(letters[again].sum()) / max(1, int(letters.sum()))
             if share > character_limit:
                 return Dropped(f"characters in repeated {what}", f"{share:.2f}")
         return None
