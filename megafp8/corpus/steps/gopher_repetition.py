@@ -68,7 +68,7 @@ class GopherRepetition:
                 continue
             letters = words.num_letters(*bounds)
             again = again & (letters >= _MIN_LETTERS)
-            share = np.count_nonzero(again) / max(1, np.count_nonzero(letters >= _MIN_LETTERS))
+            share = int(np.count_nonzero(again)) / max(1, int(np.count_nonzero(letters >= _MIN_LETTERS)))
             if share > limit:
                 return Dropped(f"repeated {what}", f"{share:.2f}")
             share = int(letters[again].sum()) / max(1, int(letters.sum()))
