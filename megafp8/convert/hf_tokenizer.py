@@ -40,6 +40,8 @@ def write_tokenizer(spec: str | Path, folder: Path, *, max_length: int) -> dict[
     tokenizer = load_tokenizer(spec)
     if tokenizer.kind == "huggingface":
         return _copy(Path(spec), tokenizer, folder)
+    if tokenizer.kind == "tiktoken":
+        raise ConfigError(f"{spec}: tiktoken files cannot be exported; use the model's tokenizer.json instead")
     if tokenizer.kind == "bytes":
         definition, special = _bytes_tokenizer(), {name: name for name in CONTROL}
     else:

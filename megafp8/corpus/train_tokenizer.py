@@ -44,40 +44,47 @@ def sample_hash(text: str | bytes, seed: int) -> int:
     return text_hash(text, (seed + 1) % 2**64)
 
 
-class _Lowest:
-    """The texts of smallest hash that fit a budget (at least one), whatever the order in which they come."""
+class Lowest:
+    """The documents of smallest hash that fit a budget (at least one), whatever the order in which they come.
+
+    Attributes:
+        held: bytes of text.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._heap: list[tuple[int, str]] = []  # negative hashes: the largest hash comes out first
+        self._heap: list[tuple[int, int, Document]] = []  # negative hashes: the largest hash comes out first
         self._limit = 2**64  # what did not fit keeps out all behind it, or the sample would depend on the order
+        self._count = 0
         self.held = 0
 
-    def add(self, number: int, text: str, size: int) -> None:
+    def add(self, number: int, document: Document) -> None:
+        """Take a document of hash `number`, if there is none smaller in its place."""
         if number > self._limit:
             return
-        self.held += size
-        heapq.heappush(self._heap, (-number, text))
+        self.held += document.num_bytes
+        self._count += 1
+        heapq.heappush(self._heap, (-number, self._count, document))
         while self.held > self._max_bytes and len(self._heap) > 1:
-            largest, last = heapq.heappop(self._heap)
+            largest, _, last = heapq.heappop(self._heap)
             self._limit = -largest
-            self.held -= len(last.encode("utf-8"))
+            self.held -= last.num_bytes
 
-    @property
-    def texts(self) -> list[tuple[int, str]]:
-        return self._heap
+    def ordered(self) -> list[tuple[int, Document]]:
+        """(hash, document), smallest first."""
+        largest_first = sorted(self._heap, key=lambda one: one[:2])
+        return [(-number, document) for number, _, document in reversed(largest_first)]
 
 
 def draw_sample(documents: Iterable[Document], *, budgets: Mapping[str, int], seed: int) -> Sample:
     """Keep, of each language group, the documents of smallest hash up to its budget of UTF-8 bytes (at least one)."""
-    groups = {name: _Lowest(max_bytes) for name, max_bytes in budgets.items()}
+    groups = {name: Lowest(max_bytes) for name, max_bytes in budgets.items()}
     total = count = 0
     for document in documents:
-        size = document.num_bytes
-        count, total = count + 1, total + size
+        count, total = count + 1, total + document.num_bytes
         if (group := group_of(document.language, groups)) is not None:
-            groups[group].add(sample_hash(document.utf8, seed), document.text, size)
-    chosen = sorted((pair for one in groups.values() for pair in one.texts), reverse=True)
+            groups[group].add(sample_hash(document.utf8, seed), document)
+    chosen = sorted(((number, one.text) for group in groups.values() for number, one in group.ordered()))
     return Sample([text for _, text in chosen], {name: one.held for name, one in groups.items()}, count, total)
 
 

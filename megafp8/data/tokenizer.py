@@ -1,6 +1,6 @@
-"""SentencePiece, Hugging Face `tokenizers` and plain bytes behind one protocol.
+"""SentencePiece, Hugging Face `tokenizers`, tiktoken and plain bytes behind one protocol.
 
-The promise that all three keep: a control string written inside a text (`</s>`, `<|endoftext|>`) is text. It never
+The promise that all of them keep: a control string written inside a text (`</s>`, `<|endoftext|>`) is text. It never
 becomes a control id, so that no document can inject the end of a document. Training a tokenizer is
 `corpus/train_tokenizer`'s.
 """
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megafp8.core.errors import DataError
+from megafp8.data.tokenizer_ranks import TiktokenTokenizer, is_tiktoken
 
+_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer.tiktoken")
 CONTROL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3 of the tokenizers that we train, and of "bytes"
 
 
@@ -22,7 +24,7 @@ class Tokenizer(Protocol):
     """What the rest of the house asks of a tokenizer.
 
     Attributes:
-        kind: "sentencepiece", "huggingface" or "bytes".
+        kind: "sentencepiece", "huggingface", "tiktoken" or "bytes".
         vocab_size: one more than the largest id.
         eod_id: ends each document.
         bos_id: begins a text, -1 if there is none.
@@ -60,7 +62,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def load_tokenizer(spec: Path | str) -> Tokenizer:
-    """Load by what `spec` names: a SentencePiece .model, a tokenizer.json or a folder with either, or "bytes".
+    """Load by what `spec` names: a SentencePiece .model, a tokenizer.json, tiktoken's ranks, their folder, or "bytes".
 
     Raises:
         DataError: no such file, not a tokenizer, or one without an end-of-document id.
@@ -69,13 +71,17 @@ def load_tokenizer(spec: Path | str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).is_file()]
+        found = [path / name for name in _FILES if (path / name).is_file()]
         if not found:
-            raise DataError(f"{path}: a folder without tokenizer.model or tokenizer.json")
+            raise DataError(f"{path}: a folder without {', '.join(_FILES[:-1])} or {_FILES[-1]}")
         path = found[0]
     if not path.is_file():
-        raise DataError(f'{path}: no such tokenizer; give a .model, a tokenizer.json, its folder, or "bytes"')
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+        raise DataError(f'{path}: no such tokenizer; give a .model, tokenizer.json, .tiktoken, a folder, or "bytes"')
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(path)
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    return TiktokenTokenizer(path) if is_tiktoken(head) else SentencePieceTokenizer(path)
 
 
 class SentencePieceTokenizer:

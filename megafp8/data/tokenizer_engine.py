@@ -28,9 +28,11 @@ from megafp8.core.errors import DataError
 from megafp8.core.log import event, get_logger
 from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megafp8.data.tokenizer_ranks import TiktokenTokenizer
 
 _log = get_logger(__name__)
 _CHECKED_EVERY = 256
+_SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"}  # tiktoken's: ours
 _PROBES = 3000
 _FIXED_PROBES = (
     "", " ", "  ", "\n", "\r\n", "\t\tx", "\0", "a\0b", "\u2581", "a\u2581b", "  two  spaces\n\n\n\ttab \r\n",
@@ -147,7 +149,7 @@ class FastTokenizer:
 
 def fast(reference: Tokenizer) -> Tokenizer:
     """`reference` with a faster encoder, or itself where there is none that gives its ids; a log line says why."""
-    if not isinstance(reference, (SentencePieceTokenizer, HuggingFaceTokenizer)):
+    if not isinstance(reference, (SentencePieceTokenizer, HuggingFaceTokenizer, TiktokenTokenizer)):
         return reference
     try:
         import gigatoken  # optional: it only saves time
@@ -156,10 +158,7 @@ def fast(reference: Tokenizer) -> Tokenizer:
         return reference
     name = f"gigatoken {importlib.metadata.version('gigatoken')}"
     try:
-        if isinstance(reference, SentencePieceTokenizer):
-            engine, controls = gigatoken.Tokenizer.from_sentencepiece(reference.file_bytes), _piece_controls(reference)
-        else:
-            engine, controls = gigatoken.Tokenizer.from_json(reference.definition), _added_controls(reference)
+        engine, controls = _engine(gigatoken.Tokenizer, reference)
     except BaseException as error:  # its panics are no Exception
         _raise_if_asked(error)
         because = f"{name} cannot load it: {_first_line(error)}"
@@ -172,6 +171,20 @@ def fast(reference: Tokenizer) -> Tokenizer:
         event(_log, "encoding by the reference", level=30, kind=reference.kind, because=error)
         return reference
     return tokenizer
+
+
+def _engine(maker: Any, reference: Tokenizer) -> tuple[Any, _Controls]:
+    """The engine for a reference, and what it must not make of a text."""
+    if isinstance(reference, SentencePieceTokenizer):
+        return maker.from_sentencepiece(reference.file_bytes), _piece_controls(reference)
+    if isinstance(reference, HuggingFaceTokenizer):
+        return maker.from_json(reference.definition), _added_controls(reference)
+    assert isinstance(reference, TiktokenTokenizer)
+    if reference.scheme not in _SCHEMES:
+        raise ValueError(f"no fast way to cut text by {reference.pattern[:60]!r}")
+    special = reference.special_tokens
+    engine = maker.from_tiktoken(reference.path, pretokenizer=_SCHEMES[reference.scheme], special_tokens=special)
+    return engine, _Controls(frozenset(special), frozenset(special.values()))
 
 
 def encode_documents(

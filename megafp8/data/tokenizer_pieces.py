@@ -9,6 +9,7 @@ import numpy as np
 
 from megafp8.core.errors import DataError
 from megafp8.data.tokenizer import CONTROL, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megafp8.data.tokenizer_ranks import TiktokenTokenizer
 
 TEXT, BYTE, UNKNOWN, NO_TEXT = range(4)
 
@@ -52,6 +53,8 @@ def _pieces(tokenizer: Tokenizer) -> list[tuple[int, int, bytes]]:
         return _of_sentencepiece(tokenizer)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _of_definition(json.loads(tokenizer.definition))
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return [(number, TEXT, piece) for piece, number in tokenizer.ranks.items()]
     if tokenizer.kind == "bytes":
         return [(len(CONTROL) + byte, TEXT, bytes([byte])) for byte in range(256)]
     raise DataError(f"no report is made of tokenizers of the kind {tokenizer.kind!r}")

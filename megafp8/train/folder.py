@@ -14,13 +14,17 @@ from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError, ResourceError
 from megafp8.core.jsonio import resource_error, write_atomic
 from megafp8.core.log import event, get_logger
+from megafp8.data.tokenizer_ranks import side_file
 from megafp8.models.cost import checkpoint_bytes
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.train.config import RunConfig
 
 logger = get_logger(__name__)
 _ID = "id"  # a file: random digits that tell this run from any other
-TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+TOKENIZER_FILES = {
+    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.tiktoken",
+    "tokenizer.tiktoken.json", "tokenizer.model.json",
+}  # fmt: skip
 
 # What may change between two starts of one run without making it another run: length, logging, saving, ranks.
 _FREE = (
@@ -142,6 +146,9 @@ def keep_tokenizer(config: RunConfig) -> None:
         if path.is_file():
             target = f"tokenizer{path.suffix}" if path == source else name
             write_atomic(config.dir / "tokenizer" / target, path.read_bytes())
+    if not source.is_dir() and source.suffix != ".json" and side_file(source).is_file():  # of a tiktoken file
+        target = f"tokenizer{source.suffix}.json"
+        write_atomic(config.dir / "tokenizer" / target, side_file(source).read_bytes())
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
