@@ -21,11 +21,13 @@ class Usage:
     Attributes:
         cpu_seconds: user and system, of the process and those of its children that it waited for.
         peak_bytes: largest sum over the tree of proportional set sizes (a shared page counts once), ten looks a second.
+        held_bytes: the same without pages of files, which the system drops when it wants their memory.
     """
 
     seconds: float
     cpu_seconds: float
     peak_bytes: int
+    held_bytes: int
 
 
 def run(words: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> Usage:
@@ -46,7 +48,7 @@ def run(words: Sequence[str], log: Path, *, environment: Mapping[str, str] | Non
     if process.returncode:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}\n{last}")
-    return Usage(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, memory.peak)
+    return Usage(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, *memory.peaks)
 
 
 def python(*words: str) -> list[str]:
@@ -58,13 +60,14 @@ class _Memory:
     """Looks at a process tree until told to stop; the system keeps a peak for each process, not for a tree."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self.peak = pid, 0
+        self._pid, self.peaks = pid, [0, 0]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while True:
-            self.peak = max(self.peak, sum(map(_proportional, _tree(self._pid))))
+            looks = [_proportional(pid) for pid in _tree(self._pid)]
+            self.peaks = [max(peak, sum(found)) for peak, found in zip(self.peaks, zip(*looks))]
             if self._over.wait(_SAMPLE_SECONDS):
                 return
 
@@ -87,11 +90,11 @@ def _tree(pid: int) -> Iterator[int]:
         yield from _tree(int(child))
 
 
-def _proportional(pid: int) -> int:
+def _proportional(pid: int) -> tuple[int, int]:
+    """(all, without pages of files) of a process; zeros of one that has ended."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        pass
-    return 0
+        return 0, 0
+    found = {name: 1024 * int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return found.get("Pss", 0), found.get("Pss_Anon", 0) + found.get("Pss_Shmem", 0)
