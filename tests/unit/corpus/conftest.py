@@ -1,10 +1,13 @@
-"""A small corpus, its configuration, and what a run of it left."""
+"""A small corpus, its configuration, what a run of it left, and a Slurm that can be told to fail."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from megafp8.core.config import build
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.stages import tokenize
 
+ROOT = Path(__file__).parents[3]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "seven", "wizards", "brew"]
 
 
@@ -65,6 +69,42 @@ def contents() -> Callable[[Path], dict[str, bytes]]:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    files.pop("report.html", None)  # the command draws it from the rest, and it names the folder
     manifest = json.loads(files["manifest.json"])
     del manifest["config"]["output"]  # the one thing that may differ: where it lies
     return {**files, "manifest.json": json.dumps(manifest).encode()}
+
+
+class Cluster:
+    """The folder of a queue of our own (`fake_slurm.py`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "jobs").mkdir(parents=True)
+        self.faults()
+
+    def faults(self, **counts: int) -> None:
+        (self.folder / "faults.json").write_text(json.dumps(counts))
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().split()
+
+    def elements(self) -> list[Path]:
+        return sorted(self.folder.glob("jobs/*/*.pid"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    found = Cluster(tmp_path / "slurm")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        script = commands / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent}/fake_slurm.py {name} "$@"\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(found.folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield found
+    subprocess.run(["scancel", *(path.name for path in (found.folder / "jobs").iterdir())], check=False)

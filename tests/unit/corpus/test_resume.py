@@ -102,20 +102,25 @@ def test_killed_at_any_time_ends_in_the_same_bytes(contents: Callable, config: C
     assert contents(tmp_path / "whole") == contents(tmp_path / "out")
 
 
+EVERY_STEP = [{"kind": "exact"}, {"kind": "minhash"}, {"kind": "paragraphs", "unit": "line", "min_characters": 20}]
+
+
 @pytest.mark.slow
-def test_killed_fifty_times_ends_in_the_same_bytes(contents: Callable, config: Callable, tmp_path: Path) -> None:
-    """Ten folders, five kills each; a run that ends before its kill begins anew."""
-    preprocess(config("whole", executor=SMALL))
-    for round_ in range(10):
-        folder = {"folder": str(tmp_path / f"out{round_}")}
+@pytest.mark.parametrize("steps", [(), EVERY_STEP], ids=["plain", "steps"])
+def test_killed_fifty_times_ends_in_the_same_bytes(
+    contents: Callable, config: Callable, tmp_path: Path, steps: list[dict]
+) -> None:
+    """Five folders, five kills each, without steps and with steps over the whole corpus and a shuffle."""
+
+    def make(folder: str = "out", output: Any = (), **sections: Any) -> Any:
+        more = {"folder": str(tmp_path / folder), "shuffle": bool(steps), **dict(output)}
+        return config(folder, steps, output=more, **sections)
+
+    preprocess(make("whole", executor=SMALL))
+    for round_ in range(5):
         (tmp_path / f"round{round_}").mkdir()
-        make = functools.partial(_in_folder, config, folder)
-        assert kill_often(make, tmp_path / f"round{round_}", 5, seed=round_) == 0
+        assert kill_often(functools.partial(make, f"out{round_}"), tmp_path / f"round{round_}", 5, seed=round_) == 0
         assert contents(tmp_path / "whole") == contents(tmp_path / f"out{round_}")
-
-
-def _in_folder(config: Callable, folder: dict, output: dict, **sections: Any) -> Any:
-    return config(output={**folder, **output}, **sections)
 
 
 def die(worker: Any, root: Path, task: Any, deaths: list[str], limit: int) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +20,12 @@ from megafp8.core.errors import ConfigError, DataError, ResourceError
 from megafp8.corpus.executors.job import Job
 from megafp8.corpus.run import preprocess
 from megafp8.corpus.tasks import Task
+from tests.unit.corpus.conftest import Cluster
 
-ROOT = Path(__file__).parents[3]
 EXECUTOR = {
     "kind": "slurm", "poll_seconds": 0.1, "lease_seconds": 1.0, "shard_bytes": 40_000, "part_bytes": 60_000,
 }  # fmt: skip
 LOCAL = {"shard_bytes": 40_000, "part_bytes": 60_000}
-
-
-class Cluster:
-    """The fake queue's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "jobs").mkdir(parents=True)
-        self.faults()
-
-    def faults(self, **counts: int) -> None:
-        (self.folder / "faults.json").write_text(json.dumps(counts))
-
-    @property
-    def calls(self) -> list[str]:
-        return (self.folder / "calls").read_text().split()
-
-    def elements(self) -> list[Path]:
-        return sorted(self.folder.glob("jobs/*/*.pid"))
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    found = Cluster(tmp_path / "slurm")
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("sbatch", "squeue", "scancel", "scontrol"):
-        script = commands / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent}/fake_slurm.py {name} "$@"\n')
-        script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_SLURM", str(found.folder))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    yield found
-    subprocess.run(["scancel", *(path.name for path in (found.folder / "jobs").iterdir())], check=False)
 
 
 def made(config: Callable, folder: str, tmp_path: Path, **executor: Any) -> Any:
