@@ -19,6 +19,14 @@ from megafp8.corpus.stages import tokenize
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "seven", "wizards", "brew"]
+SHARDS = {"shard_bytes": 20_000, "part_bytes": 15_000}
+STEPS = [
+    {"kind": "normalise"},
+    {"kind": "length", "min_characters": 60},
+    {"kind": "exact"},
+    {"kind": "minhash"},
+    {"kind": "paragraphs", "unit": "line", "min_characters": 20},
+]
 
 
 @pytest.fixture
@@ -73,6 +81,26 @@ def _contents(folder: Path) -> dict[str, bytes]:
     manifest = json.loads(files["manifest.json"])
     del manifest["config"]["output"]  # the one thing that may differ: where it lies
     return {**files, "manifest.json": json.dumps(manifest).encode()}
+
+
+@pytest.fixture
+def mixed(text: Path) -> Path:
+    """Bad records, exact and near copies under other ids, a file for validation, beside the 600 documents."""
+    lines = (text / "part-0.jsonl").read_text().splitlines()
+    copies = [json.dumps({**json.loads(line), "id": f"copy-{n}"}) for n, line in enumerate(lines[100:140])]
+    near = [json.loads(line) for line in lines[140:200]]  # of 40 words and more all but one are the same
+    near = [json.dumps({**one, "id": f"near-{n}", "text": one["text"].replace("brown", "red", 1)})
+            for n, one in enumerate(near) if one["text"].count(" ") >= 40]  # fmt: skip
+    (text / "part-2.jsonl").write_text("\n".join([*copies, *near, "no json", '{"text": 1}']) + "\n")
+    held = [json.dumps({**json.loads(line), "id": f"held-{n}"}) for n, line in enumerate(lines[200:230])]
+    (text / "valid.jsonl").write_text("\n".join(held) + "\n")
+    return text
+
+
+def everything(config: Callable, tmp_path: Path, text: Path, name: str, workers: int, **executor: Any) -> Any:
+    source = {"files": [f"{text}/part-*"], "valid_files": [f"{text}/valid.jsonl"]}
+    output = {"folder": str(tmp_path / name), "workers": workers, "shuffle": True}
+    return config(name, STEPS, source=source, output=output, executor={**SHARDS, **executor})
 
 
 class Cluster:

@@ -78,7 +78,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_r122_memory_does_not_grow_with_documents(config: Callable, tmp_path: Path) -> None:
-    """60,000 and 600,000 documents of a few tokens, read, deduplicated, tokenized, shuffled, written.
+    """40,000 and 400,000 documents of a few tokens, read, deduplicated, tokenized, shuffled, written.
 
     A task may hold what belongs to its part or to `memory_bytes`; both are small here, and the same.
     """
@@ -86,8 +86,8 @@ def test_r122_memory_does_not_grow_with_documents(config: Callable, tmp_path: Pa
 
     (tmp_path / "peak.py").write_text(PEAK)
     peaks = []
-    executor = {"shard_bytes": 1 << 20, "part_bytes": 1 << 21, "memory_bytes": 1 << 24}
-    for count in (60_000, 600_000):
+    executor = {"shard_bytes": 1 << 20, "part_bytes": 1 << 21, "memory_bytes": 1 << 20}
+    for count in (40_000, 400_000):
         rows = [{"id": str(i), "text": f"{i:06d}"} for i in range(count)]
         output = {"folder": str(tmp_path / str(count)), "workers": 1, "shuffle": True}
         made = corpus(config, tmp_path / f"{count}.jsonl", rows, str(count), output=output, executor=executor,
@@ -100,7 +100,7 @@ def test_r122_memory_does_not_grow_with_documents(config: Callable, tmp_path: Pa
         peaks.append(int(done.stdout) * 1024)
         data = IndexedDataset(tmp_path / str(count) / "train")
         assert len(data) == count and data.num_tokens == 7 * count
-    assert (peaks[1] - peaks[0]) / 540_000 <= 64, peaks
+    assert (peaks[1] - peaks[0]) / 360_000 <= 64, peaks
 
 
 def test_r142_a_run_that_is_stopped_repeats_what_was_running_alone(

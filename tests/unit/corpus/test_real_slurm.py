@@ -21,6 +21,7 @@ import pytest
 
 from megafp8.corpus import stage_run
 from megafp8.corpus.run import preprocess
+from tests.unit.corpus.conftest import everything
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
 MISSING = [name for name in NEEDED if shutil.which(name) is None]
@@ -185,6 +186,15 @@ def test_same_bytes_and_nothing_left_in_the_queue(
     preprocess(config(output={"workers": 4}, executor=executor()))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     slurm.wait_for(lambda: not slurm.ask("squeue", "-h").strip())
+
+
+def test_every_step_with_1_2_5_workers(
+    config: Callable, contents: Callable, tmp_path: Path, slurm: Slurm, mixed: Path
+) -> None:
+    preprocess(everything(config, tmp_path, mixed, "whole", 1))
+    for workers in (1, 2, 5):
+        preprocess(everything(config, tmp_path, mixed, f"w{workers}", workers, **executor()))
+        assert contents(tmp_path / f"w{workers}") == contents(tmp_path / "whole"), workers
 
 
 def test_dead_node_and_dead_controller(
