@@ -155,12 +155,15 @@ class IndexedDatasetWriter:
                 self._files["bin"].write(ids.tobytes())
                 if seen is not None:
                     seen(ids)
+                source.release()
             for start in range(0, len(source), _CHUNK):
                 self._files["lengths"].write(source.sequence_lengths[start : start + _CHUNK].astype("<i4").tobytes())
+                source.release()
             for start in range(0, source.num_documents, _CHUNK):
                 stop = min(start + _CHUNK, source.num_documents)
                 starts = source.document_index[start:stop].astype("<i8") + self.num_sequences
                 self._files["documents"].write(starts.tobytes())
+            source.release()
         except OSError as error:
             raise resource_error(error, self.path_prefix) from error
         self.num_tokens += source.num_tokens

@@ -29,7 +29,7 @@ from megafp8.data.output_lock import check_output, output_lock
 from megafp8.data.verify import problems
 
 _END = 1 << 64
-_CHUNK_TOKENS, _CHUNK_DOCUMENTS = 1 << 22, 1 << 16
+_CHUNK_TOKENS, _CHUNK_DOCUMENTS = 1 << 22, 1 << 17
 _BUCKETS = 1 << 16
 _FEW = 1 << 20  # places sorted at once
 _AMOUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(%|docs|tokens)")
@@ -143,6 +143,7 @@ class _Places:
         for start in range(0, total, _FEW):
             stop = min(start + _FEW, total)
             yield self.of(start, stop), np.diff(_token_bounds(self.dataset, start, stop))
+            self.dataset.release()
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -275,3 +276,4 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int, np.ndarray, 
     for first, after in _runs(dataset):
         bounds = _token_bounds(dataset, first, after)
         yield first, after, dataset.tokens(int(bounds[0]), int(bounds[-1])), bounds[1:] - bounds[0]
+        dataset.release()

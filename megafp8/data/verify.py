@@ -12,7 +12,7 @@ from megafp8.data.indexed import IndexedDataset
 from megafp8.data.indexed_writer import checksum_file
 from megafp8.data.marks import Marks
 
-_CHUNK = 1 << 22  # tokens or entries looked at together
+_CHUNK = 1 << 20  # tokens or entries looked at together
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def count_ids(dataset: IndexedDataset, *, vocab_size: int = 0) -> np.ndarray:
     for start in range(0, dataset.num_tokens, _CHUNK):
         ids = dataset.tokens(start, min(start + _CHUNK, dataset.num_tokens))
         part = np.bincount(ids, minlength=len(counts))
+        dataset.release()
         counts = np.pad(counts, (0, len(part) - len(counts))) + part
     return counts
 
@@ -82,8 +83,10 @@ def _index_problems(dataset: IndexedDataset) -> Iterator[str]:
             yield f"{dataset.idx_path}: sequence {index} does not begin where sequence {index - 1} ends"
             return
         expected = int(ends[-1])
+        dataset.release()
     for start in range(0, dataset.num_documents, _CHUNK):
         steps = np.diff(dataset.document_index[start : start + _CHUNK + 1])
+        dataset.release()
         if (steps < 0).any():
             yield f"{dataset.idx_path}: document {start + int(np.argmax(steps < 0)) + 1} begins before the one before"
             return
@@ -114,6 +117,7 @@ def _id_problems(dataset: IndexedDataset, tokenizer: dict[str, Any]) -> Iterator
         ends += int(np.count_nonzero(ids == eod_id))
         begun += int(np.count_nonzero(ids == tokenizer.get("bos_id", -1)))
         wrong = (ids < 0) | (ids >= vocab_size)
+        dataset.release()
         if wrong.any():
             at = int(np.argmax(wrong))
             yield f"{dataset.bin_path}: id {ids[at]} at token {start + at}, outside of {vocab_size} ids"

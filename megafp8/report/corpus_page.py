@@ -98,6 +98,7 @@ def _contents(corpus: Corpus) -> dict[str, Any]:
         "languages": languages,
         "sources": numbers.groups(corpus, "sources"),
         "lengths": _drawings(corpus, languages),
+        "checked": corpus.manifest["tokenizer_report"],
         "medians": {name: numbers.median_of(bins) for name, bins in corpus.figures["tokens"].items()},
         "clusters": [_clusters(corpus, step) for step in corpus.steps if step in clusters],
         "samples": [(step, samples[step]) for step in corpus.steps if step in samples and step not in clusters],

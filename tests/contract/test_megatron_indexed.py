@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from megafp8.data import IndexedDataset, IndexedDatasetWriter
+from megafp8.data.merge import merge
+from megafp8.data.split import Amount, split
 
 DOCUMENTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [13, 14], [60000]]
 CUTS = [[6], [4, 2], [2], [1]]
@@ -88,3 +90,23 @@ def test_optimal_dtype_is_theirs(theirs: ModuleType) -> None:
 
     for size in (8192, 32000, 65499, 65500, 65535, 65536, 128256):
         assert optimal_dtype(size) == np.dtype(theirs.DType.optimal_dtype(size)), size
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_merged_bytes_are_equal(theirs: ModuleType, tmp_path: Path, dtype: type) -> None:
+    """What their builder appends (`add_index`) and what we merge; then they read what we split off."""
+    for name in ("a", "b"):
+        build_theirs(theirs, tmp_path / name, dtype)
+    builder = theirs.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=dtype)
+    for name in ("a", "b"):
+        builder.add_index(f"{tmp_path}/{name}")
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "ours")
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+    wanted = {str(tmp_path / "half"): Amount("docs", 4), str(tmp_path / "x"): Amount("rest")}
+    parts, _ = split(tmp_path / "theirs", wanted)
+    found = theirs.IndexedDataset(str(tmp_path / "half"))
+    ours = parts[str(tmp_path / "half")]
+    assert [found[i].tolist() for i in range(len(found))] == [ours[i].tolist() for i in range(len(ours))]
+    assert found.document_indices.tolist() == ours.document_index.tolist() and ours.num_documents == 4
