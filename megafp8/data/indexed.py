@@ -176,8 +176,9 @@ class IndexedDataset:
         Whatever walks over all of a large dataset calls it now and then: mapped pages count as the process's own.
         """
         for array in (self._tokens, self.sequence_lengths, self.sequence_offsets, self.document_index):
-            if isinstance(array.base, np.memmap):
-                array.base._mmap.madvise(mmap.MADV_DONTNEED)
+            memory = array.base.base if isinstance(array.base, np.memmap) else None
+            if isinstance(memory, mmap.mmap):
+                memory.madvise(mmap.MADV_DONTNEED)
 
     def document(self, index: int) -> np.ndarray:
         """Ids of a whole document (all its sequences, which lie one after the other)."""

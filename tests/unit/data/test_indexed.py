@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 from pathlib import Path
 
@@ -267,3 +268,16 @@ def test_bounds(tmp_path: Path) -> None:
 
 def test_dtype_by_vocabulary_is_megatrons() -> None:
     assert optimal_dtype(65499) == np.uint16 and optimal_dtype(65500) == np.int32
+
+
+def test_release_lets_go_and_reads_again(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "d", "u2") as writer:
+        writer.add_document(np.full(1 << 22, 7))
+    dataset = IndexedDataset(tmp_path / "d")
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    total, before = int(dataset[0].sum(dtype=np.int64)), resident()
+    dataset.release()
+    assert resident() < before - 4 * 2**20 and int(dataset[0].sum(dtype=np.int64)) == total == 7 << 22
