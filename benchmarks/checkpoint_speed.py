@@ -119,7 +119,6 @@ def _safetensors_load(state: State, folder: Path) -> None:
 
 PEERS = {
     "megafp8, 2 threads, checksums": _ours(2),
-    "megafp8, 1 thread, checksums": _ours(1),
     "DCP FileSystemWriter, 1 thread": _dcp(1),
     "DCP FileSystemWriter, 2 threads": _dcp(2),
     "torch.save / torch.load": Peer(_torch_save, _torch_load),

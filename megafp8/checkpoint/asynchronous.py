@@ -264,8 +264,8 @@ def _part(rank: int, world: int) -> str:
 
 
 def _staged_box(item: WriteItem, state: Mapping[str, Shard]) -> StagedBox:
-    local = state[item.index.fqn].local
+    piece = state[item.index.fqn].piece(item)
     assert item.tensor_data is not None
     return StagedBox(
-        item.index.fqn, piece_key(item), DTYPE_NAMES[local.dtype], tuple(item.tensor_data.chunk.offsets), local
+        item.index.fqn, piece_key(item), DTYPE_NAMES[piece.dtype], tuple(item.tensor_data.chunk.offsets), piece
     )

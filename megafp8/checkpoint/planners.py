@@ -32,15 +32,20 @@ from megafp8.checkpoint.manifest import MismatchError
 from megafp8.checkpoint.ranks import Ranks
 from megafp8.core.layout import AxisSizes, Layout
 
+PIECE_BYTES = 32 << 20  # a line in the manifest each: 100,000 of them for a trillion parameters
 _SHOWN = 40  # differences listed; those of tensors whose names differ in numbers only are one
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Shard:
-    """This rank's box of a global tensor; it may be empty, and is then neither written nor read."""
+    """This rank's box of a global tensor; it may be empty, and is then neither written nor read.
 
-    def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-        self.local, self.shape = local.detach(), torch.Size(shape)
+    It is saved in pieces of at most PIECE_BYTES, cut along `dim`, along which ranks cut it too, so that ranks of another
+    mesh read what they need and little else (a piece is read whole, for its checksum), and replicas share them out.
+    """
+
+    def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], dim: int = 0) -> None:
+        self.local, self.shape, self._dim = local.detach(), torch.Size(shape), dim
         self.chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(local.shape))
         self.is_void = local.numel() == 0 and self.shape.numel() > 0  # a part of no rows, not a tensor of no elements
 
@@ -49,7 +54,7 @@ class Shard:
         """The box that `layout` gives this rank on `mesh`."""
         slices = layout.local_slices(mesh)
         assert tuple(local.shape) == tuple(s.stop - s.start for s in slices), f"{tuple(local.shape)} is not {slices}"
-        return Shard(local, layout.shape, tuple(s.start for s in slices))
+        return Shard(local, layout.shape, tuple(s.start for s in slices), min(layout.split, default=0))
 
     def size(self) -> torch.Size:
         """The global shape."""
@@ -59,8 +64,37 @@ class Shard:
         if self.is_void:
             return []
         properties = TensorProperties(dtype=self.local.dtype)
-        data = TensorWriteData(self.chunk, properties, self.shape)
-        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self._pieces()
+        ]
+
+    def _pieces(self) -> list[ChunkStorageMetadata]:
+        """Equal pieces, a power of two of them, so that their borders are also those of fewer ranks."""
+        if not self.local.dim() or self.local.nbytes <= PIECE_BYTES:
+            return [self.chunk]
+        size, (begin, dim) = self.local.shape[self._dim], (self.chunk.offsets[self._dim], self._dim)
+        count = 1
+        while count < size and self.local.nbytes > count * PIECE_BYTES:
+            count *= 2
+        step = -(-size // count)
+        pieces = []
+        for start in range(0, size, step):
+            offsets, sizes = list(self.chunk.offsets), list(self.chunk.sizes)
+            offsets[dim], sizes[dim] = begin + start, min(step, size - start)
+            pieces.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        return pieces
+
+    def piece(self, item: WriteItem) -> torch.Tensor:
+        """The part of the local tensor that is to be written."""
+        assert item.tensor_data is not None
+        box = item.tensor_data.chunk
+        starts = [there - here for there, here in zip(box.offsets, self.chunk.offsets, strict=True)]
+        return self.local[tuple(slice(s, s + n) for s, n in zip(starts, box.sizes, strict=True))]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [] if self.is_void else [self.chunk]
@@ -80,9 +114,10 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The local tensor to be written."""
-        return self.state_dict[index.fqn].local
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The part of a local tensor that is to be written."""
+        shard: Shard = self.state_dict[write_item.index.fqn]
+        return shard.piece(write_item)
 
 
 def plan_save(state: Mapping[str, Shard], mesh: Ranks) -> tuple[list[WriteItem], Metadata, list[WriteItem]]:

@@ -5,6 +5,7 @@ Slow; run with `pytest --run-slow` as `make test-all` does. The moments of the q
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -37,12 +38,12 @@ def trainer(root: str, mode: str, pipe: object) -> None:
     while True:
         step += 1
         tensors = {name: torch.full((40_000,), float(step)) for name in NAMES}
+        pipe.send(-1 if staging._process is None else staging._process.pid)  # type: ignore[attr-defined]
         if mode == "waits":
             checkpoint.save(root, step, tensors, {}, mesh, {"step": step}, threads=2)
             checkpoint.prune(Path(root), config)
         else:
             saver.begin(step, tensors, {}, {"step": step})
-            pipe.send(staging._process.pid)  # type: ignore[attr-defined]
             try:
                 saver.wait()
             except CheckpointError as error:
@@ -61,12 +62,14 @@ def test_random_kills(tmp_path, mode):
         ours, theirs = context.Pipe()
         process = context.Process(target=trainer, args=(str(tmp_path), mode, theirs), daemon=True)
         process.start()
-        time.sleep(0.1 + random_.uniform(0, 0.2))
-        if mode == "background" and number % 3 == 0 and ours.poll(1.0):  # the writer alone, then goes on for a while
-            while ours.poll():
-                pid = ours.recv()
-            os.kill(pid, signal.SIGKILL)
-            time.sleep(random_.uniform(0, 0.1))
+        pid = ours.recv()  # it has begun
+        time.sleep(random_.uniform(0, 0.3))
+        while ours.poll():
+            pid = ours.recv()
+        if pid > 0 and number % 3 == 0:  # the writer alone, and some time for what comes of it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(random_.uniform(0, 0.2))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -77,4 +80,4 @@ def test_random_kills(tmp_path, mode):
             for tensor in checkpoint.load_tensors(path).values():
                 assert bool((tensor == step_of(path)).all()), f"kill {number}: a mix of steps"
         steps.add(step_of(newest))
-    assert len(steps) > KILLS // 4  # it saved in between
+    assert len(steps) > KILLS // 8  # it saved in between

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import commit, storage_writer
+from megafp8.checkpoint import commit, planners, storage_writer
 from megafp8.checkpoint.folders import candidates, step_of
 from megafp8.checkpoint.manifest import MismatchError
 from megafp8.checkpoint.planners import grouped
+from megafp8.checkpoint.storage_reader import PieceReader
 from megafp8.core.errors import CheckpointError, ResourceError
+from megafp8.core.layout import Layout
 from megafp8.parallel.mesh import Mesh
 
 MESH = Mesh.single()
@@ -281,3 +283,43 @@ def test_differences_of_many_layers_are_one_line_with_their_number():
         "layers.*.mlp.up.weight has shape (4,) here, (2,) there (50 of them)",
         "output.weight is not in the checkpoint",
     ]
+
+
+class _Place:
+    """One rank of a tensor-parallel mesh on paper, to load what that rank would."""
+
+    rank, world = 0, 1
+
+    def __init__(self, coord, size):
+        self._coord, self._size = coord, size
+
+    def size(self, axis):
+        return self._size if axis == "tp" else 1
+
+    def coord(self, axis):
+        return self._coord if axis == "tp" else 0
+
+    def place(self, axes):
+        return (self._coord, self._size) if "tp" in axes else (0, 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_resharding_load_reads_only_what_it_needs(tmp_path, monkeypatch, dim):
+    monkeypatch.setattr(planners, "PIECE_BYTES", 1 << 14)
+    layouts = {"cut": Layout((96, 256), {dim: "tp"}), "whole": Layout((5, 999))}
+    whole = {name: torch.randn(layout.shape) for name, layout in layouts.items()}
+    path = checkpoint.save(tmp_path, 1, whole, layouts, MESH, {}, threads=2)
+    assert same(checkpoint.load_tensors(path), whole)
+    read = []
+    real = PieceReader.read
+    monkeypatch.setattr(
+        PieceReader, "read", lambda self, piece, out: read.append(piece.bytes) or real(self, piece, out)
+    )
+    for size in (1, 2, 4, 8):
+        for coord in {0, size - 1}:
+            place = _Place(coord, size)
+            mine = {name: tensor[layouts[name].local_slices(place)].contiguous() for name, tensor in whole.items()}
+            target = zeros(mine)
+            read.clear()
+            checkpoint.load(path, target, layouts, place)
+            assert same(target, mine) and sum(read) == sum(tensor.nbytes for tensor in mine.values())
