@@ -40,8 +40,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class Shard:
     """This rank's box of a global tensor; it may be empty, and is then neither written nor read.
 
-    It is saved in pieces of at most PIECE_BYTES, cut along `dim`, along which ranks cut it too, so that ranks of another
-    mesh read what they need and little else (a piece is read whole, for its checksum), and replicas share them out.
+    It is saved in pieces of at most PIECE_BYTES, cut along `dim`, along which ranks cut it too: ranks of another mesh
+    then read what they need and little else (a piece is read whole, for its checksum), and replicas share them out.
     """
 
     def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], dim: int = 0) -> None:
