@@ -19,30 +19,33 @@ it the weights are judged in --dtype."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("path", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run (its newest complete one)")
+    from megafp8.cli.judging import add_model_arguments
+
     parser.add_argument("--perplexity", action="store_true", required=True, help="the measure (the only one so far)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="PREFIX", help="path prefix of a .bin/.idx dataset")
     source.add_argument("--text", metavar="FILE", help="a UTF-8 text file, scored as one document")
     parser.add_argument("--save", metavar="NAME", help="score each document of --data, into RUN/heldout/NAME.json")
-    parser.add_argument("--as-trained", action="store_true", help="compute as the run did, FP8 recipe and scales too")
+    parser.add_argument("--as-trained", action="store_true", help="short for --recipe as-trained")
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="stop after about this many; 0 = all")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="windows at once (default 8)")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="to compute in (default bf16)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="its file, if it has moved since training")
+    add_model_arguments(parser, dtype="bf16")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line of measures."""
+    from megafp8.cli.judging import load
     from megafp8.core.errors import ConfigError
     from megafp8.infer.score import Windows, score
     from megafp8.infer.sources import dataset_tokens, text_tokens
 
+    if args.as_trained:
+        args.recipe = "as-trained"
     if args.save is not None and not args.data:
         raise ConfigError(f"--save {args.save}: documents are those of a dataset; give --data instead of --text")
     if args.save is not None:
         return _documents(args)
-    loaded = _load(args)
+    loaded, rank = load(args)
     length = loaded.sequence_length
     tokens, num_bytes = (
         (dataset_tokens(args.data, loaded.tokenizer, args.max_tokens), 0)
@@ -50,22 +53,15 @@ def run(args: argparse.Namespace) -> int:
         else text_tokens(args.text, loaded.tokenizer, args.max_tokens, loaded.marks)
     )
     result = score(loaded.model, _shown(Windows(tokens, length=length, batch=args.batch)))
-    _say(result, f"bits/byte {result.bits_per_byte(num_bytes):.4f}" if num_bytes else "")
+    if rank == 0:
+        _say(result, f"bits/byte {result.bits_per_byte(num_bytes):.4f}" if num_bytes else "")
     return 0
-
-
-def _load(args: argparse.Namespace) -> Any:
-    from megafp8.infer.weights import DTYPES, load_model
-    from megafp8.train.as_trained import load_as_trained
-
-    if args.as_trained:
-        return load_as_trained(args.path, tokenizer=args.tokenizer)
-    return load_model(args.path, dtype=DTYPES[args.dtype], tokenizer=args.tokenizer)
 
 
 def _documents(args: argparse.Namespace) -> int:
     """Score document by document and keep it in the run's folder, unless it is there already."""
     from megafp8.checkpoint import find, read_meta
+    from megafp8.cli.judging import load
     from megafp8.core.jsonio import read_json, write_json
     from megafp8.data.indexed import IndexedDataset
     from megafp8.data.sources import check_tokenizer
@@ -78,13 +74,13 @@ def _documents(args: argparse.Namespace) -> int:
     recipe = config.get("precision", {}).get("recipe", "none")
     length = config.get("data", {}).get("sequence_length", 0)
     trained = f"as trained ({config.get('precision', {}).get('dtype', 'bf16') if recipe == 'none' else recipe})"
-    arithmetic = trained if args.as_trained else args.dtype
+    arithmetic = trained if args.recipe == "as-trained" else f"{args.dtype}{_and(args.recipe)}"
     place = place_of(path, args.save, dataset, arithmetic=arithmetic, length=length, max_tokens=args.max_tokens)
     if place.is_done:
         kept = read_json(place.file)
         _say(Score(sum(kept["document_loss_sums"]), kept["tokens"]), f"{place.file}: already done")
         return 0
-    loaded = _load(args)
+    loaded, _ = load(args)
     check_tokenizer(dataset, loaded.tokenizer)
     windows = DocumentWindows(
         dataset, loaded.tokenizer.eod_id, length=loaded.sequence_length, batch=args.batch, max_tokens=args.max_tokens
@@ -93,6 +89,10 @@ def _documents(args: argparse.Namespace) -> int:
     write_json(place.file, place.record(scores, 0 if len(scores.tokens) < dataset.num_documents else text_bytes))
     _say(scores.total, f"documents {len(scores.tokens)}  {place.file}")
     return 0
+
+
+def _and(recipe: str) -> str:
+    return "" if recipe == "none" else f", {recipe}"
 
 
 def _shown(batches: Any) -> Any:

@@ -6,25 +6,32 @@ The checkpoint alone decides the model: its manifest holds the resolved configur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from megafp8.checkpoint import find, iterate_tensors, read_meta
+from megafp8.checkpoint import TensorReader, find, iterate_tensors, read_meta
 from megafp8.core.config import build as build_config
+from megafp8.core.config import nearest
 from megafp8.core.errors import CheckpointError, ConfigError, DataError
 from megafp8.data.marks import ENDS_ONLY, Marks
+from megafp8.core.layout import layout_of
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models import ModelConfig, build
 from megafp8.models.decoder import Decoder
 from megafp8.models.names import check_names
+from megafp8.nn.precision import PrecisionConfig
+from megafp8.nn.states import PREFIX, WARMUP
+from megafp8.parallel.mesh import Mesh
 
 MASTER = "optimizer.master."  # the weights are stored once, at full precision, as the optimizer's masters
 BALANCE = "moe."  # biases of experts' routers, which no optimizer holds; never rounded, for they decide choices
 _MAX_LISTED = 20  # tensors in one message
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+AS_TRAINED = "as trained"
+RECIPES = (AS_TRAINED, "none", "current", "blockwise", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -148,35 +155,93 @@ def build_model(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dev
     """
     model = check_weights(config, tensors)
     for name, tensor in tensors.items():
-        place, _, leaf = name.rpartition(".")
-        module, value = model.get_submodule(place), tensor.to(device)
-        is_buffer = leaf in module._buffers
-        setattr(module, leaf, value if is_buffer else torch.nn.Parameter(value, requires_grad=False))
+        _place(model, name, tensor.to(device))
     return model.eval()
+
+
+def _place(model: Decoder, name: str, value: torch.Tensor) -> None:
+    place, _, leaf = name.rpartition(".")
+    module = model.get_submodule(place)
+    is_buffer = leaf in module._buffers
+    setattr(module, leaf, value if is_buffer else torch.nn.Parameter(value, requires_grad=False))
 
 
 def load_model(
     path: Path | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    recipe: str = "none",
     device: str = "cpu",
     tokenizer: str | Path | None = None,
+    mesh: Mesh | None = None,
 ) -> Loaded:
-    """Load the checkpoint `path`, or the newest complete one of a run.
+    """Load the checkpoint `path`, or the newest complete one of a run. Each rank keeps its part of each tensor.
 
     Args:
         dtype: to compute in.
+        recipe: FP8 recipe of the layers' linears: "none"; one that makes its scales anew ("current", "blockwise",
+            "mxfp8", "nvfp4"); or `AS_TRAINED`: dtype, recipe and options of the run, with the checkpoint's scales,
+            which stay as they are.
         tokenizer: where its file is, if it has moved since training.
+        mesh: of tp (and ep) without sequence parallelism; None: one process.
 
     Raises:
         CheckpointError: none there, damaged, or not one of ours.
+        ConfigError: the model cannot be split or quantized so.
         DataError: the tokenizer is missing or another one.
     """
-    path = find(path)
+    path, mesh = find(path), mesh or Mesh.single()
     config = model_config(path)
     spec = tokenizer_path(path, tokenizer)
     meta: dict[str, Any] = read_meta(path)
+    precision = _precision(path, meta, recipe)
+    if recipe == AS_TRAINED:
+        dtype = DTYPES[precision.dtype]
+    model = build(config, mesh=mesh, precision=precision, dtype=dtype, device=device, empty=True)
+    layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
+    with TensorReader(path) as reader:
+        wanted = {name: layout.shape for name, layout in layouts.items()} | _router_biases(model)
+        stored = {n[len(p) :]: shape for n, shape in reader.shapes.items() for p in (MASTER, BALANCE) if n.startswith(p)}
+        if not stored:
+            raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
+        check_shapes(wanted, stored)
+        for name in wanted:
+            tensor = reader.read(stored_name(name), dtype if name in layouts else None)
+            if name in layouts and mesh.world > 1:
+                tensor = tensor[layouts[name].local_slices(mesh)].clone()
+            _place(model, name, tensor.to(device))
+        _load_scales(path, model, reader, meta, precision)
     length = meta["config"].get("data", {}).get("sequence_length", config.max_sequence_length)
-    model = build_model(config, weights(path, dtype), device=device)
-    marks = Marks.of(read_meta(path).get("tokenizer") or {})
-    return Loaded(path, model, config, load_tokenizer(spec), length, marks)
+    marks = Marks.of(meta.get("tokenizer") or {})
+    return Loaded(path, model.eval(), config, load_tokenizer(spec), length, marks)
+
+
+def _router_biases(model: Decoder) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(b.shape) for name, b in model.named_buffers() if name.endswith(".router.bias")}
+
+
+def _precision(path: Path, meta: Mapping[str, Any], recipe: str) -> PrecisionConfig:
+    """What a `recipe` of `load_model` means for this checkpoint."""
+    if recipe != AS_TRAINED:
+        if recipe not in RECIPES:
+            raise ConfigError(f"recipe {recipe!r}: one of {', '.join(RECIPES)}{nearest(recipe, RECIPES)}")
+        return PrecisionConfig(recipe=cast(Any, recipe))
+    try:
+        return replace(build_config(PrecisionConfig, meta["config"]["precision"]), fp8_param_gather=False)
+    except (ConfigError, KeyError) as error:
+        lines = "; ".join(str(error).splitlines())
+        raise CheckpointError(f"{path}: its precision is not one of this version's runs: {lines}") from error
+
+
+def _load_scales(
+    path: Path, model: Decoder, reader: TensorReader, meta: Mapping[str, Any], precision: PrecisionConfig
+) -> None:
+    """Amax histories and scales of delayed scaling, and where in its warm-up the run was."""
+    for module, state in model.fp8_states.items():
+        for name, live in state.tensors().items():
+            stored = f"{PREFIX}{module}.{name}"
+            if stored not in reader.shapes:
+                raise CheckpointError(f"{path}: {stored} is missing; judge it with a recipe that makes its own scales")
+            live.copy_(reader.read(stored))
+        state.step = meta.get("step", 0)
+        state.warm_up(meta.get(WARMUP, precision.warmup_steps))

@@ -30,6 +30,7 @@ def build(
     device: torch.device | str = "cpu",
     recompute: Recompute = "none",
     compile_layers: bool = False,
+    empty: bool = False,
 ) -> Decoder:
     """Build this rank's part of a decoder that is not cut into pipeline stages.
 
@@ -39,6 +40,7 @@ def build(
         seed: of the run; initial values are the same on any mesh.
         device: "meta" leaves the parameters without memory.
         compile_layers: fuse the layers' elementwise work by torch.compile; falls back with one logged event.
+        empty: parameters stay on meta, for who has their values already; FP8 state is on `device`.
 
     Raises:
         ConfigError: the model cannot be split or quantized so; all problems, a line each.
@@ -55,6 +57,7 @@ def build(
         device=device,
         recompute=recompute,
         compile_layers=compile_layers,
+        empty=empty,
     )[0]
 
 
@@ -72,6 +75,7 @@ def build_stages(
     full_shard: bool = False,
     splits_backward: bool = False,
     tokens: int = 0,
+    empty: bool = False,
 ) -> list[Decoder]:
     """Build the pipeline stages that this rank holds.
 
@@ -109,7 +113,7 @@ def build_stages(
     if full_shard:
         for stage in stages:
             materialize_sharded(stage, stage.layers, mesh=mesh, seed=seed, device=device)
-    elif str(device) != "meta":
+    elif str(device) != "meta" and not empty:
         for stage in stages:
             materialize(stage, mesh=mesh, seed=seed, device=device)
     if config.tied_embeddings and len(stages) > 1 and stages[0].span.first and stages[-1].span.last:

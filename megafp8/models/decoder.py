@@ -10,6 +10,7 @@ Shapes: B micro-batch, S sequence, H hidden, V vocabulary; hidden tensors are [S
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from megafp8.core.errors import ConfigError
 from megafp8.models.config import ModelConfig
 from megafp8.models.stages import Span, whole
+from megafp8.nn.cache import KeyValueCache
 from megafp8.nn.layers import Context, DropoutKey, LayerSet
 from megafp8.nn.recompute import Recompute, plan_of, select
 
@@ -122,6 +124,8 @@ class Decoder(nn.Module):
         dropout: DropoutKey | None = None,
         num_sequences: int = 0,
         hidden: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        only: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the model, or this stage of it.
 
@@ -136,6 +140,9 @@ class Decoder(nn.Module):
             num_sequences: of the global batch, over which auxiliary losses of experts are averaged and added to the
                 gradient; 0 = they are left out, as in evaluation.
             hidden: what the stage before gave (`hidden_shape(B, S)`), for all but the first.
+            cache: keys and values of the tokens before these, to which theirs are added. `positions` are needed then;
+                for a model that is whole, on meshes of tp and ep without sequence parallelism.
+            only: [B] int64; logits of this place of each row alone, [B, 1, V], which spares the other places' work.
 
         Returns:
             a stage that is not the last: hidden states of that shape. Else, with targets: summed loss (fp32 scalar;
@@ -151,6 +158,10 @@ class Decoder(nn.Module):
                 f"{self.config.max_sequence_length}, and learned positions end there; shorten it"
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
+        if cache is not None:
+            assert positions is not None and context.places is None, "a cache wants positions, and whole sequences"
+            cache.begin(positions)
+            context = replace(context, cache=cache)
         tokens, targets, positions = self._local(tokens, targets, positions, context)
         with self._surround():
             x = self._embed(tokens, positions, context) if hidden is None else hidden
@@ -158,6 +169,8 @@ class Decoder(nn.Module):
             if not self.span.last:
                 return x if branch is None else x + branch
             _, y = self.final_norm(x, branch)
+            if only is not None:
+                y = y[only, torch.arange(len(only), device=y.device)][None]
             if targets is None:
                 logits: Tensor = self.output(y)
                 return logits

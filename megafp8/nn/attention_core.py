@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from megafp8.nn import attention_blocks, attention_flash
 from megafp8.nn.attention_context import BlockKernel, Call, attend
+from megafp8.nn.cache import attend_cached
 from megafp8.nn.context import Context
 from megafp8.nn.dropout import WeightDropout, weight_dropout
 from megafp8.parallel.context import heads_to_sequence, sequence_to_heads
@@ -51,6 +52,10 @@ class AttentionCore:
         return ROWS_FIRST if rows else HEADS_FIRST
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.cache is not None:
+            k_all, v_all = context.cache.extend(self.name, k, v)
+            if not context.cache.is_first:
+                return attend_cached(q, k_all, v_all, context.cache.hidden())
         if self.mesh.size("cp") == 1:
             return self._whole(q, k, v, context, self._dropout(q, context, q.shape[2], 1, 0), self.mesh)
         if self.mesh.cp_exchange == "all_to_all":

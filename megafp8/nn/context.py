@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.nn.cache import KeyValueCache
 from megafp8.nn.dropout import DropoutKey
 
 Tensor = torch.Tensor
@@ -20,6 +21,7 @@ class Context:
         segment_ids: [B, S], which document a token belongs to; None: all the same.
         places: [S/cp] int64, where this rank's tokens stand in the sequence; None: it has all of them (cp = 1).
         dropout: None: nothing is dropped.
+        cache: keys and values of earlier tokens, which attention sees too; None: there are none.
         num_sequences: of the global batch, over which auxiliary losses of experts are averaged; 0: there are none.
     """
 
@@ -29,3 +31,4 @@ class Context:
     dropout: DropoutKey | None = None
     num_sequences: int = 0
     places: Tensor | None = None
+    cache: KeyValueCache | None = None

@@ -15,6 +15,8 @@ from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.nn.precision import PrecisionConfig, dim_problems, plan_gemms
 
 _logger = get_logger(__name__)
+PREFIX = "fp8."  # of FP8 state's names in a checkpoint: fp8.<module>.<role>.<field>
+WARMUP = "fp8_warmup_until"  # in a checkpoint's meta: the last step of the warm-up
 
 
 def linear_states(

@@ -23,12 +23,11 @@ from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.fp8.recipes.delayed import Delayed, carried_over
 from megafp8.models.config import quantizable_shapes
 from megafp8.nn.precision import PrecisionConfig, plan_gemms
+from megafp8.nn.states import PREFIX, WARMUP
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.train.setup import Parts
 
 logger = get_logger(__name__)
-PREFIX = "fp8."  # what names of FP8 state start with
-WARMUP = "fp8_warmup_until"  # in a checkpoint's meta: the last step of the warm-up
 _FIELDS = ("amax_history", "scale")
 
 

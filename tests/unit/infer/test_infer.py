@@ -11,7 +11,7 @@ from megafp8.core.errors import CheckpointError, ConfigError, DataError
 from megafp8.data import IndexedDataset, IndexedDatasetWriter
 from megafp8.data.tokenizer import load_tokenizer
 from megafp8.infer.documents import DocumentWindows, score_documents
-from megafp8.infer.generate import generate
+from megafp8.infer.generate import Sampling, generate
 from megafp8.infer.score import Score, Windows, score
 from megafp8.infer.sources import dataset_tokens, text_tokens
 from megafp8.infer.weights import build_model, load_model
@@ -63,18 +63,18 @@ def test_greedy_takes_the_likeliest_of_the_whole_text_each_time(model):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_its_neighbours(model, temperature):
     prompts = [[5, 80, 200], [7], [9, 9, 9, 9, 9]]
-    together = generate(model, prompts, max_new_tokens=6, temperature=temperature, seed=11)
+    together = generate(model, prompts, max_new_tokens=6, sampling=Sampling(temperature, seed=11))
     # Row numbers steer the noise, so rows before it stay; fillers of other lengths change the padding.
     for row in range(3):
-        alone = generate(model, [*([[1]] * row), prompts[row]], max_new_tokens=6, temperature=temperature, seed=11)
+        alone = generate(model, [*([[1]] * row), prompts[row]], max_new_tokens=6, sampling=Sampling(temperature, seed=11))
         assert alone[row] == together[row]
 
 
 def test_sampling_is_seeded_and_follows_the_distribution(model):
     prompts = [[5, 80]] * 4000
-    first = generate(model, prompts, max_new_tokens=1, temperature=1.5, seed=1)
-    assert first == generate(model, prompts, max_new_tokens=1, temperature=1.5, seed=1)
-    assert first != generate(model, prompts, max_new_tokens=1, temperature=1.5, seed=2)
+    first = generate(model, prompts, max_new_tokens=1, sampling=Sampling(1.5, seed=1))
+    assert first == generate(model, prompts, max_new_tokens=1, sampling=Sampling(1.5, seed=1))
+    assert first != generate(model, prompts, max_new_tokens=1, sampling=Sampling(1.5, seed=2))
     with torch.no_grad():
         wanted = torch.softmax(model(torch.tensor([[5, 80]]))[0, -1].double() / 1.5, -1)
     got = torch.bincount(torch.tensor(first)[:, 0], minlength=260).double() / 4000
@@ -96,7 +96,9 @@ def test_refuses_what_cannot_be_continued(model):
     with pytest.raises(ConfigError, match="token id 260"):
         generate(model, [[260]], max_new_tokens=1)
     with pytest.raises(ConfigError, match="must not be negative"):
-        generate(model, [[1]], max_new_tokens=1, temperature=-1)
+        generate(model, [[1]], max_new_tokens=-1)
+    with pytest.raises(ConfigError, match="top_p 0 lies above 0"):
+        Sampling(top_p=0)
 
 
 def test_score_is_the_sum_over_every_token_once(model):
