@@ -16,8 +16,8 @@ from megafp8.checkpoint import TensorReader, find, iterate_tensors, read_meta
 from megafp8.core.config import build as build_config
 from megafp8.core.config import nearest
 from megafp8.core.errors import CheckpointError, ConfigError, DataError
-from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.core.layout import layout_of
+from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.models import ModelConfig, build
 from megafp8.models.decoder import Decoder
@@ -201,7 +201,8 @@ def load_model(
     layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
     with TensorReader(path) as reader:
         wanted = {name: layout.shape for name, layout in layouts.items()} | _router_biases(model)
-        stored = {n[len(p) :]: shape for n, shape in reader.shapes.items() for p in (MASTER, BALANCE) if n.startswith(p)}
+        shapes, kinds = reader.shapes, (MASTER, BALANCE)
+        stored = {n.removeprefix(p): shapes[n] for p in kinds for n in shapes if n.startswith(p)}
         if not stored:
             raise CheckpointError(f"{path}: holds no weights ({MASTER}*); it was not written by a run")
         check_shapes(wanted, stored)

@@ -21,7 +21,8 @@ MODELS = {
     "head norms": {"family": "qwen3", "num_kv_heads": 1},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_length": 48}},
     "experts": {"family": "mixtral", "num_kv_heads": 2, "moe": EXPERTS},
-    "latent": {"family": "deepseek", "mla": LATENT, "head_dim": 0, "moe": {**EXPERTS, "num_groups": 2, "top_k_groups": 1, "first_dense_layers": 1}},
+    "latent": {"family": "deepseek", "mla": LATENT, "head_dim": 0,
+               "moe": {**EXPERTS, "num_groups": 2, "top_k_groups": 1, "first_dense_layers": 1}},
 }  # fmt: skip
 PROMPTS = [[5, 80, 200], [7], [9, 9, 9, 9, 9, 11, 13]]
 

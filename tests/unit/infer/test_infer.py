@@ -66,7 +66,8 @@ def test_a_row_does_not_depend_on_its_neighbours(model, temperature):
     together = generate(model, prompts, max_new_tokens=6, sampling=Sampling(temperature, seed=11))
     # Row numbers steer the noise, so rows before it stay; fillers of other lengths change the padding.
     for row in range(3):
-        alone = generate(model, [*([[1]] * row), prompts[row]], max_new_tokens=6, sampling=Sampling(temperature, seed=11))
+        before = [[1]] * row
+        alone = generate(model, [*before, prompts[row]], max_new_tokens=6, sampling=Sampling(temperature, seed=11))
         assert alone[row] == together[row]
 
 
