@@ -10,7 +10,6 @@ Shapes: B micro-batch, S sequence, H hidden, V vocabulary; hidden tensors are [S
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -158,10 +157,7 @@ class Decoder(nn.Module):
                 f"{self.config.max_sequence_length}, and learned positions end there; shorten it"
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
-        if cache is not None:
-            assert positions is not None and context.places is None, "a cache wants positions, and whole sequences"
-            cache.begin(positions)
-            context = replace(context, cache=cache)
+        context = context if cache is None else cache.begin(context, positions)
         tokens, targets, positions = self._local(tokens, targets, positions, context)
         with self._surround():
             x = self._embed(tokens, positions, context) if hidden is None else hidden
