@@ -157,7 +157,7 @@ class Decoder(nn.Module):
                 f"{self.config.max_sequence_length}, and learned positions end there; shorten it"
             )
         context = self._context(tokens, segment_ids, positions, dropout, num_sequences)
-        context = context if cache is None else cache.begin(context, positions)
+        context = context if cache is None else context.with_cache(cache, positions)
         tokens, targets, positions = self._local(tokens, targets, positions, context)
         with self._surround():
             x = self._embed(tokens, positions, context) if hidden is None else hidden

@@ -6,13 +6,7 @@ row's end is never looked at, for a query sees slots up to its own position, and
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from megafp8.nn.context import Context
 
 Tensor = torch.Tensor
 
@@ -34,15 +28,13 @@ class KeyValueCache:
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}
         self._first = True
 
-    def begin(self, context: Context, positions: Tensor | None) -> Context:
-        """The context of a call that brings tokens at `positions` [B, S] int64; those of a row follow each other."""
-        assert positions is not None and positions.shape[0] == self.batch, "a row for each that the cache was made for"
-        assert context.places is None, "whole sequences on every rank"
+    def begin(self, positions: Tensor) -> None:
+        """The next call brings tokens at `positions` [B, S] int64; positions of a row follow each other."""
+        assert positions.shape[0] == self.batch, "as many rows as the cache was made for"
         highest = int(positions.max()) + 1
         assert highest <= self.slots, f"position {highest - 1} is beyond the cache's {self.slots} slots"
         self._first = self.filled == 0
         self.positions, self.filled = positions, max(self.filled, highest)
-        return replace(context, cache=self)
 
     @property
     def is_first(self) -> bool:

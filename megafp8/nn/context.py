@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,3 +32,9 @@ class Context:
     num_sequences: int = 0
     places: Tensor | None = None
     cache: KeyValueCache | None = None
+
+    def with_cache(self, cache: KeyValueCache, positions: Tensor | None) -> Context:
+        """The context of a call whose tokens, at `positions` [B, S] int64, are added to `cache`."""
+        assert positions is not None and self.places is None, "a cache wants positions, and whole sequences"
+        cache.begin(positions)
+        return replace(self, cache=cache)
