@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
+import time
 
 HELP = "train a model, or go on where the run folder stands"
 TAKES_OVERRIDES = True
@@ -23,6 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="the run's TOML")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (no torchrun)")
     parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a fault; give up after K restarts in a row without a new checkpoint",
+    )
+    parser.add_argument(
+        "--launcher", metavar="COMMAND", help='with --restarts: what starts the ranks, e.g. "srun --kill-on-bad-exit=1"'
+    )
+    parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration, non-defaults marked, and stop"
     )
 
@@ -39,8 +51,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc {args.nproc}: at least one rank is needed; nearest: 1")
-    if args.nproc and "RANK" not in os.environ:
+    if args.restarts < 0:
+        raise ConfigError(f"--restarts {args.restarts}: is not negative; nearest: 0")
+    if args.launcher and (args.nproc or not args.restarts):
+        raise ConfigError("--launcher: goes with --restarts and without --nproc; drop it, or set --restarts 3")
+    if "RANK" not in os.environ and (args.nproc or args.restarts):
         return _start_ranks(args)
+    if args.restarts:
+        raise ConfigError("--restarts: this process is a rank already; use torchrun --max-restarts, or --launcher")
     from megafp8.train.keeper import can_keep, keep
 
     def rank() -> int:
@@ -52,19 +70,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    """Validate first, then start processes."""
+    """Validate first, then start processes, and again where that is wanted."""
+    from megafp8.core.errors import EXIT_STOP_FILE
     from megafp8.train.config import load_run_config, refuse_broken
-    from megafp8.train.folder import is_finished, refuse_other, refuse_small_disk
+    from megafp8.train.folder import STOP_FILE, is_finished, refuse_other, refuse_small_disk
     from megafp8.train.load_check import refuse_unfit
     from megafp8.train.local_ranks import run_ranks
+    from megafp8.train.restarts import launch, restart_loop
 
     config = load_run_config(args.config, args.overrides)
-    refuse_broken(config, args.nproc)
+    world = args.nproc or 1
+    if not args.launcher:
+        refuse_broken(config, world)
     refuse_other(config)
     refuse_unfit(config)
     if is_finished(config):
         print(f"{config.dir}: nothing to do, all {config.train.steps} steps are done")
         return 0
+    if (config.dir / STOP_FILE).exists():
+        print(f"megafp8 pretrain: {config.dir / STOP_FILE} is there; remove it to go on", file=sys.stderr)
+        return EXIT_STOP_FILE
     refuse_small_disk(config)
     words = ["pretrain", args.config, *args.overrides, *(["--debug"] if args.debug else [])]
-    return run_ranks(words, world=args.nproc)
+    began, limit = time.monotonic(), config.train.exit_after_seconds
+
+    def attempt() -> int:
+        left = max(1.0, limit - (time.monotonic() - began))
+        all_words = [*words, *(["--train.exit_after_seconds", f"{left:.1f}"] if limit else [])]
+        if args.launcher:
+            return launch([*shlex.split(args.launcher), sys.executable, "-m", "megafp8", *all_words], config.dir)
+        return run_ranks(all_words, world=world)
+
+    return restart_loop(attempt, config.dir, args.restarts) if args.restarts else attempt()

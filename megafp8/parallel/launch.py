@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megafp8.core.errors import ConfigError
+from megafp8.core.errors import ConfigError, ResourceError
 
 # Below Linux's ephemeral ports (32768 up), above the registered services that clusters commonly run.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -21,13 +21,18 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What the launcher says: global rank, number of processes, rank on this node, and where to meet."""
+    """What the launcher says: global rank, number of processes, rank on this node, and where to meet.
+
+    `job`, `restarts`: torchrun's name of the job, and how often it has started the ranks again.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     address: str = "127.0.0.1"
     port: int = 29500
+    job: str = ""
+    restarts: int = 0
 
 
 def read_launch(env: Mapping[str, str]) -> LaunchInfo:
@@ -54,7 +59,8 @@ def read_launch(env: Mapping[str, str]) -> LaunchInfo:
     rank, world, local_rank = (_integer(env, name) for name in names)
     if not 0 <= rank < world:
         raise ConfigError(f"{names[0]} = {rank} is not in 0..{world - 1}, as {names[1]} = {world} asks")
-    return LaunchInfo(rank, world, local_rank, address, port)
+    restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
+    return LaunchInfo(rank, world, local_rank, address, port, env.get("TORCHELASTIC_RUN_ID", ""), restarts)
 
 
 def first_host(nodelist: str) -> str:
@@ -83,6 +89,7 @@ def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: in
 
     Raises:
         ConfigError: as `read_launch`, or more local ranks than GPUs.
+        ResourceError: the ranks do not meet; names the address.
     """
     info = read_launch(env)
     on_gpu = device.startswith("cuda")
@@ -94,14 +101,26 @@ def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: in
             )
         torch.cuda.set_device(info.local_rank)
     if info.world > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            init_method=f"tcp://{info.address}:{info.port}",
-            rank=info.rank,
-            world_size=info.world,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        _meet(info, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(seconds=timeout_seconds))
     return info
+
+
+def _meet(info: LaunchInfo, backend: str, timeout: timedelta) -> None:
+    place = f"{info.address}:{info.port}"
+    try:
+        dist.init_process_group(
+            backend, init_method=f"tcp://{place}", rank=info.rank, world_size=info.world, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text or "address already in use" in text:
+            why, way_out = "the port is in use", "set MASTER_PORT to a free one"
+        elif "imed out" in text or "timeout" in text:
+            why = f"not all {info.world} ranks came within {timeout.total_seconds():.0f} s"
+            way_out = "look at the ranks that are missing, and at MASTER_ADDR and WORLD_SIZE of all"
+        else:
+            why, way_out = text, "look at MASTER_ADDR and MASTER_PORT, and whether rank 0 runs there"
+        raise ResourceError(f"rank {info.rank} cannot meet the others at {place}: {why}; {way_out}") from error
 
 
 def shutdown() -> None:

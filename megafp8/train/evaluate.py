@@ -68,20 +68,31 @@ class Evaluator:
         return loader, min(config.train.eval_samples, stream.num_samples)
 
     @torch.no_grad()
-    def __call__(self) -> list[EvalResult]:
-        """Evaluate on every validation set; results are equal on all ranks. Collective over all of them."""
+    def __call__(self, put_off: Callable[[], bool] = lambda: False) -> list[EvalResult] | None:
+        """Evaluate on every validation set; results are equal on all ranks. Collective over all of them.
+
+        Args:
+            put_off: asked now and then, and by all ranks alike, whether to leave it for later; then None comes back.
+        """
         for stage in self._parts.stages:
             stage.eval()
-        results = [self._evaluate(name, loader, count) for name, loader, count in self._sets]
+        results: list[EvalResult] = []
+        for name, loader, count in self._sets:
+            result = self._evaluate(name, loader, count, put_off)
+            if result is None:
+                break
+            results.append(result)
         for stage in self._parts.stages:
             stage.train()
-        return results
+        return results if len(results) == len(self._sets) else None
 
-    def _evaluate(self, name: str, loader: Loader, num_samples: int) -> EvalResult:
+    def _evaluate(self, name: str, loader: Loader, num_samples: int, put_off: Callable[[], bool]) -> EvalResult | None:
         parts, totals = self._parts, torch.zeros(2, dtype=torch.float64)
         at_once = 4 * parts.mesh.size("pp")  # micro-batches under way: enough to fill a pipeline, few to hold
         numbers = list(self._numbers(num_samples, loader.micro_batch))
         for start in range(0, len(numbers), at_once):
+            if put_off():
+                return None
             batches = [self._batch(loader, ids, num_samples) for ids in numbers[start : start + at_once]]
             passes = _Forward(parts, batches)
             parts.pipeline.run(passes, len(passes.batches), wire_of(parts, passes.batches[0]), forward_only=True)

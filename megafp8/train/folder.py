@@ -18,9 +18,11 @@ from megafp8.data.tokenizer_ranks import side_file
 from megafp8.models.cost import checkpoint_bytes
 from megafp8.nn.precision import PrecisionConfig
 from megafp8.train.config import RunConfig
+from megafp8.train.metrics import read_lines
 
 logger = get_logger(__name__)
 _ID = "id"  # a file: random digits that tell this run from any other
+STOP_FILE = "STOP"  # while it is there, the run stops and does not start
 TOKENIZER_FILES = {
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.tiktoken",
     "tokenizer.tiktoken.json", "tokenizer.model.json",
@@ -127,9 +129,19 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether the newest complete checkpoint is of the last step."""
+    """Whether the newest complete checkpoint is of the last step, with nothing left to be done after it."""
     newest = latest(config.dir / "checkpoints")
-    return newest is not None and step_of(newest) >= config.train.steps
+    done = newest is not None and step_of(newest) >= config.train.steps
+    return done and not evaluation_due(config, config.train.steps)
+
+
+def evaluation_due(config: RunConfig, step: int) -> bool:
+    """Whether an evaluation belongs after `step`, and metrics.jsonl has none: it gave way to a stop."""
+    interval = config.train.eval_interval
+    if not config.data.valid or not (step == config.train.steps or (interval and step % interval == 0)):
+        return False
+    records = read_lines(config.dir / "metrics.jsonl")
+    return step > 0 and not any(r.get("kind") == "eval" and r.get("step") == step for r in records)
 
 
 def keep_tokenizer(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ _TOGETHER = (0, EXIT_PREEMPTED, EXIT_STOP_FILE)
 _PATIENCE_SECONDS = 2.0  # for the rank that failed, once one has lost its peer
 _HUNG_SECONDS = 15.0  # for all ranks to write down where they stand, once one has seen a hang
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def free_port() -> int:
@@ -62,7 +62,7 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
     port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
     lifeline, held = os.pipe()
     # a signal waits until everyone who must know of it can; ranks inherit this and undo it once they listen
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     ranks = [
         # a session of its own keeps the terminal's Ctrl-C from reaching a rank twice
         subprocess.Popen(
@@ -79,8 +79,8 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    old = {number: signal.signal(number, forward) for number in _PASSED_ON}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    old = {number: signal.signal(number, forward) for number in PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     try:
         return _wait(ranks)
     finally:

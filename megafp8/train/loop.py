@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megafp8.core import log
-from megafp8.core.errors import EXIT_OK, EXIT_PREEMPTED
+from megafp8.core.errors import EXIT_OK
 from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import stats
@@ -23,6 +23,7 @@ from megafp8.models.cost import flops_per_token
 from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_, merge_dicts
 from megafp8.parallel.launch import shutdown
+from megafp8.parallel.mesh_config import RANK_ORDER
 from megafp8.train import folder, hangs, metrics
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
@@ -35,6 +36,7 @@ from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import load_newest_run
 from megafp8.train.step import StepResult, train_step
+from megafp8.train.stopping import Stops, count_idle_stops, exit_code, stopped_before
 from megafp8.train.telemetry import GpuReadings, memory_bytes, peak_flops
 
 logger = get_logger(__name__)
@@ -60,15 +62,16 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
     Raises:
         MegaError: see `megafp8.core.errors`; nothing half-written stays behind.
     """
-    stop = StopRequest(HEART)
-    stop.install(config.guard.stop_signals)
+    request = StopRequest(HEART)
+    request.install(config.guard.stop_signals)
     device, mesh = start_processes(config)
     HEART.beat("setup")
-    HEART.tell(world=mesh.world)
-    lock = RunLock(config.dir)
+    stops, lock = Stops(config, mesh, request), RunLock(config.dir)
     try:
+        stopped = 0
         if mesh.rank == 0:
             lock.acquire()
+            stopped = stopped_before(config.dir)
             HEART.tell(holds_folder=True)
             folder.prepare(config)
             hangs.clear(config.dir)
@@ -76,8 +79,12 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
         else:
             log.set_up(rank=mesh.rank)
         # rank 0 has accepted the folder before any other rank looks into it
-        all_reduce_(torch.zeros(1), mesh.group_of(("pp", "dp", "cp", "tp")))
-        return Run(build_parts(config, mesh, device), stop, open_foreign).go()
+        everyone = mesh.group_of(RANK_ORDER)
+        stopped = int(all_reduce_(torch.tensor([float(stopped)]), everyone, "max").item())
+        if stopped:
+            event(logger, "this job was told to stop: not started again", exit_code=stopped)
+            return RunResult(stopped, 0, float("nan"), (), None)
+        return Run(build_parts(config, mesh, device), stops, open_foreign).go()
     finally:
         shutdown()
         lock.release()
@@ -88,9 +95,11 @@ class Run:
     """One attempt at a run."""
 
     parts: Parts
-    stop: StopRequest
+    stops: Stops
     open_foreign: OpenForeign | None = None
     step: int = 0
+    first_step: int = 0  # where this attempt began
+    evaluation_due: bool = False  # of the step that was taken last
     loss: float = float("nan")
     evals: tuple[EvalResult, ...] = ()
     saved: Path | None = None  # what the run began from
@@ -125,11 +134,14 @@ class Run:
             self.saved, self.step = found[0], found[1]["step"]
         elif (begun := begin_from(parts, self.open_foreign)) is not None:
             self.step = begun[1]["step"]
+        self.first_step, due = self.step, torch.zeros(1)
         if self.rank0:
             totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
+            due += found is not None and folder.evaluation_due(config, self.step)
             self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
             write_facts(parts, self.peak)
             folder.keep_tokenizer(config)
+        self.evaluation_due = bool(all_reduce_(due, parts.mesh.group_of(RANK_ORDER), "max").item())
         if found is not None:
             event(logger, "resumed", step=self.step, checkpoint=str(self.saved))
 
@@ -138,14 +150,18 @@ class Run:
         config = self.parts.config
         if self.saved is not None and self.step < config.train.steps:
             self.writer.write("event", self.step, event="resumed", checkpoint=str(self.saved))
-        if self.step >= config.train.steps:
+        if self.step >= config.train.steps and not self.evaluation_due:
             event(logger, "nothing to do: all steps are done", steps=config.train.steps)
         bar = StepBar(config.name, start=self.step, steps=config.train.steps, enabled=self.rank0)
         with contextlib.closing(self.saving), bar:
-            while self.step < config.train.steps:
-                self._one_step(bar)
-                if self._must_stop():
-                    return self._preempted()
+            while self.step < config.train.steps or self.evaluation_due:
+                reason = self.stops.agreed()
+                if reason:
+                    return self._stopped(reason)
+                if self.evaluation_due:
+                    self._evaluate()
+                else:
+                    self._one_step(bar)
             self.saving.last(self.step, self._progress())
         self.writer.close()
         return RunResult(EXIT_OK, self.step, self.loss, self.evals, self.saving.newest)
@@ -254,7 +270,12 @@ class Run:
 
     def _evaluate(self) -> None:
         HEART.beat("evaluation")
-        self.evals = tuple(self.evaluate())
+        found = self.evaluate(lambda: bool(self.stops.agreed()))
+        self.evaluation_due = found is None
+        if found is None:
+            event(logger, "evaluation put off, as the run is to stop", step=self.step)
+            return
+        self.evals = tuple(found)
         for result in self.evals:
             values: dict[str, Any] = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
             self.writer.write("eval", self.step, name=result.name, **values)
@@ -264,15 +285,14 @@ class Run:
         """What a checkpoint holds of the run itself."""
         return {"productive_seconds": self.productive_seconds}
 
-    def _must_stop(self) -> bool:
-        """Whether any rank was told to stop: all ranks decide alike at the end of a step."""
-        flag = torch.tensor([1.0 if self.stop.received else 0.0])
-        all_reduce_(flag, self.parts.mesh.group_of(("pp", "dp", "cp", "tp")), "max")
-        return bool(flag.item()) and self.step < self.parts.config.train.steps
-
-    def _preempted(self) -> RunResult:
-        self.saving.last(self.step, self._progress())
-        event(logger, "stopped by a signal; run the same command again to go on", signal=self.stop.received or "peer")
-        self.writer.write("event", self.step, event="preempted", signal=self.stop.received or "peer")
+    def _stopped(self, reason: str) -> RunResult:
+        if self.step > self.first_step or self.saved is not None:
+            self.saving.last(self.step, self._progress())
+        why = self.stops.describe(reason)
+        first = "remove the file and " if reason == "file" else ""
+        event(logger, f"stopped; {first}run the same command again to go on", step=self.step, reason=why)
+        self.writer.write("event", self.step, event="preempted", signal=why)
         self.writer.close()
-        return RunResult(EXIT_PREEMPTED, self.step, self.loss, self.evals, self.saving.newest)
+        if self.rank0 and why != "SIGINT" and reason != "file":
+            count_idle_stops(self.parts.config.dir, self.step, first_step=self.first_step)
+        return RunResult(exit_code(reason), self.step, self.loss, self.evals, self.saving.newest)
