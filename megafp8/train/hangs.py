@@ -17,7 +17,8 @@ from megafp8.core.jsonio import write_atomic, write_json
 
 FOLDER = "hangs"
 _GATHER_SECONDS = 12.0  # after a rank has seen the hang, the others have seen it too
-_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a disk or device", "Z": "dead"}
+_STOPPED = ("stopped by a signal", "stopped by a debugger")
+_STATES = {"T": _STOPPED[0], "t": _STOPPED[1], "D": "waits for a disk or device", "Z": "dead"}
 
 # where a rank stands that waits for a peer: the innermost Python frame of its main thread
 _WAITING = re.compile(r"/torch/distributed/|/megafp8/parallel/")
@@ -41,27 +42,28 @@ def report_hang(hang: Hang, facts: Mapping[str, Any], stacks: Callable[[], str],
         stacks: gives this rank's stacks.
         say: writes a line.
     """
-    state = process_state(hang.pid)
-    text = stacks()
-    beat = hang.beat
+    beat, state = hang.beat, process_state(hang.pid)
+    # A stopped rank has to be woken to show its stack, and then it goes on: only once all others have shown theirs.
+    text = "" if state in _STOPPED else stacks()
     record = {
         "rank": hang.rank, "host": socket.gethostname(), "pid": hang.pid, "section": beat.section, "step": beat.step,
         "silent_seconds": round(beat.silent_seconds, 1), "state": state, "waits": waits_for_peer(text),
     }  # fmt: skip
-    world = int(facts.get("world", 1))
     if "folder" not in facts:
-        say(f"hung: {describe(record)}\n{text}")
+        say(f"hung: {describe(record)}\n{text or stacks()}")
         return
     folder = Path(facts["folder"]) / FOLDER
+    path = folder / f"rank-{hang.rank:05d}.txt"
     try:
-        write_atomic(folder / f"rank-{hang.rank:05d}.txt", text.encode())
-        write_json(folder / f"rank-{hang.rank:05d}.json", record)
+        write_atomic(path, text.encode())
+        write_json(path.with_suffix(".json"), record)
+        if not record["waits"]:
+            say(f"hung: {describe(record)}; stack in {folder}")
+        _gather(hang.rank, int(facts.get("world", 1)), folder, say)
+        if not text:
+            write_atomic(path, stacks().encode())
     except MegaError as error:
         say(f"hung: {describe(record)}; its stack could not be written: {error}\n{text}")
-        return
-    if record["state"] or not record["waits"]:
-        say(f"hung: {describe(record)}; stack in {folder}")
-    _gather(hang.rank, world, folder, say)
 
 
 def _gather(rank: int, world: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -88,7 +90,7 @@ def judge(records: list[dict[str, Any]], world: int) -> str:
     """Which rank the others wait for, from what each reported; ranks that did not report are suspects."""
     reported = {record["rank"] for record in records}
     missing = [rank for rank in range(world) if rank not in reported]
-    guilty = [record for record in records if record["state"] or not record["waits"]]
+    guilty = [record for record in records if not record["waits"]]
     waiting = len(records) - len(guilty)
     parts = [describe(record) for record in guilty[:4]]
     if len(guilty) > 4:

@@ -173,7 +173,7 @@ class Keeper:
         end = time.monotonic() + 3.0
         text = b""
         while time.monotonic() < end and not (text and text.endswith(b"\n")):
-            time.sleep(0.1)
+            time.sleep(0.01)
             self.stacks.seek(before)
             text = self.stacks.read()
         return text.decode(errors="replace") or "(no stack: the process did not answer within 3 s)\n"

@@ -18,13 +18,11 @@ from types import FrameType
 from megafp8.core.errors import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED, EXIT_STOP_FILE
 from megafp8.train.keeper import LIFELINE
 
-# What the other ranks get once one has failed, by seconds since: the second SIGTERM is the one that a rank obeys at
-# once, and two sent together could arrive as one.
-_AFTER_A_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+# Once a rank has failed, the others mostly notice and say so; who has not by then waits in a library, and is killed.
+_NOTICE_SECONDS = 2.0
 
 # Ends that are agreed by all ranks, and one that is another's fault: none of them makes a rank the one that failed.
 _TOGETHER = (0, EXIT_PREEMPTED, EXIT_STOP_FILE)
-_PATIENCE_SECONDS = 2.0  # for the rank that failed, once one has lost its peer
 _HUNG_SECONDS = 15.0  # for all ranks to write down where they stand, once one has seen a hang
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -56,8 +54,8 @@ def _environment(rank: int, world: int, port: int, threads: int, lifeline: int) 
 def run_ranks(words: Sequence[str], *, world: int) -> int:
     """Run `python -m megafp8 *words` as `world` ranks on this machine; returns the exit code of the first that failed.
 
-    The signals SIGTERM, SIGINT and SIGUSR1 are passed on, SIGHUP as SIGTERM. Ranks that outlive a failed one get
-    SIGTERM twice, and SIGKILL after 4 s. If this process is killed, its ranks stop at once: see `keeper`.
+    The signals SIGTERM, SIGINT and SIGUSR1 are passed on, SIGHUP as SIGTERM. Ranks that outlive a failed one by
+    2 s are killed. If this process is killed, its ranks stop at once: see `keeper`.
     """
     port, threads = free_port(), max(1, (os.cpu_count() or 1) // world)
     lifeline, held = os.pipe()
@@ -95,29 +93,23 @@ def run_ranks(words: Sequence[str], *, world: int) -> int:
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all; once one has failed, end the others. Says which failed first, and returns its code."""
-    left = list(_AFTER_A_FAILURE)
     first: int | None = None
     seen: float | None = None  # when a first rank was gone too early
-    ending: float | None = None  # when the others were told to go
     while any(process.poll() is None for process in ranks):
         codes, now = [process.poll() for process in ranks], time.monotonic()
+        first = _first_failed(codes) if first is None else first
         if seen is None and any(code is not None and code not in _TOGETHER for code in codes):
             seen = now
-        first = _first_failed(codes) if first is None else first
-        if seen is not None and ending is None:
-            patience = 0.0 if first is not None else _PATIENCE_SECONDS
-            ending = now if now - seen >= (_HUNG_SECONDS if EXIT_HUNG in codes else patience) else None
-        if ending is not None and left and now - ending >= left[0][0]:
-            number = left.pop(0)[1]
+        if seen is not None and now - seen >= (_HUNG_SECONDS if EXIT_HUNG in codes else _NOTICE_SECONDS):
             for process in ranks:
                 if process.poll() is None:
-                    process.send_signal(number)
+                    process.kill()
         time.sleep(0.05)
     codes = [process.returncode for process in ranks]
     first = _first_failed(codes) if first is None else first
-    code = next((code for code in codes if code), 0) or 0 if first is None else codes[first] or 0
+    code = (next((code for code in codes if code), 0) if first is None else codes[first]) or 0
     code = 128 - code if code < 0 else code
-    if first is not None and len(ranks) > 1:
+    if first is not None and len(ranks) > 1 and code != EXIT_HUNG:  # of a hang, rank 0 has named the rank
         sys.stderr.write(f"megafp8 pretrain: rank {first} failed first, with exit code {code}\n")
     return code
 

@@ -171,7 +171,7 @@ def test_the_rank_that_others_wait_for_is_named():
     ]  # fmt: skip
     text = judge(ranks, 4)
     assert "rank 2 (host n1, pid 12): busy or blocked" in text and "3 of 4 ranks wait for it" in text
-    stopped = [{**r, "waits": True, "state": "stopped by a signal" if r["rank"] == 1 else ""} for r in ranks]
+    stopped = [{**r, "waits": r["rank"] != 1, "state": "stopped by a signal" * (r["rank"] == 1)} for r in ranks]
     assert "rank 1 (host n1, pid 11): stopped by a signal" in judge(stopped, 4)
     assert "all 4 ranks wait for each other in step 7" in judge([{**r, "waits": True} for r in ranks], 4)
     assert "no report of rank 2" in judge([r for r in ranks if r["rank"] != 2], 4)
