@@ -66,15 +66,15 @@ class Heartbeat:
         """Since the rank's process began."""
         return (time.monotonic_ns() - self._read(_BEGAN)) / 1e9
 
-    def finish(self) -> None:
-        """The rank's work came to its end; a process that ends without it has failed, whatever its exit code."""
+    def finish(self, code: int) -> None:
+        """The rank's work ended with this exit code; a process that ends without it has failed, whatever its own."""
         self.beat("exit")
-        self._write(_FINISHED, 1)
+        self._write(_FINISHED, code + 1)
 
     @property
-    def finished(self) -> bool:
-        """Whether `finish` was called."""
-        return bool(self._read(_FINISHED))
+    def finished(self) -> int | None:
+        """What `finish` was called with; None: it was not."""
+        return self._read(_FINISHED) - 1 if self._read(_FINISHED) else None
 
     def ask_to_stop(self, signal_number: int, *, own: bool) -> None:
         """Count a stop signal; `own`: the rank itself got it, not its watcher.

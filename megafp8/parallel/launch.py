@@ -23,7 +23,8 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 class LaunchInfo:
     """What the launcher says: global rank, number of processes, rank on this node, and where to meet.
 
-    `job`, `restarts`: torchrun's name of the job, and how often it has started the ranks again.
+    `job`, `restarts`: torchrun's name of the job, and how often it has started the ranks again. `hosted`: the place to
+    meet is torchrun's own and outlives the ranks.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class LaunchInfo:
     port: int = 29500
     job: str = ""
     restarts: int = 0
+    hosted: bool = False
 
 
 def read_launch(env: Mapping[str, str]) -> LaunchInfo:
@@ -60,7 +62,8 @@ def read_launch(env: Mapping[str, str]) -> LaunchInfo:
     if not 0 <= rank < world:
         raise ConfigError(f"{names[0]} = {rank} is not in 0..{world - 1}, as {names[1]} = {world} asks")
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
-    return LaunchInfo(rank, world, local_rank, address, port, env.get("TORCHELASTIC_RUN_ID", ""), restarts)
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return LaunchInfo(rank, world, local_rank, address, port, env.get("TORCHELASTIC_RUN_ID", ""), restarts, hosted)
 
 
 def first_host(nodelist: str) -> str:
@@ -108,14 +111,21 @@ def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: in
 def _meet(info: LaunchInfo, backend: str, timeout: timedelta) -> None:
     place = f"{info.address}:{info.port}"
     try:
-        dist.init_process_group(
-            backend, init_method=f"tcp://{place}", rank=info.rank, world_size=info.world, timeout=timeout
+        store: dist.Store = dist.TCPStore(
+            info.address,
+            info.port,
+            is_master=info.rank == 0 and not info.hosted,
+            timeout=timeout,
+            wait_for_workers=False,
         )
+        # what ranks of an attempt before left there would send these to addresses where nobody is
+        store = dist.PrefixStore(f"megafp8/{info.restarts}", store)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text or "address already in use" in text:
             why, way_out = "the port is in use", "set MASTER_PORT to a free one"
-        elif "imed out" in text or "timeout" in text:
+        elif "onnection refused" not in text and ("imed out" in text or "timeout" in text):
             why = f"not all {info.world} ranks came within {timeout.total_seconds():.0f} s"
             way_out = "look at the ranks that are missing, and at MASTER_ADDR and WORLD_SIZE of all"
         else:

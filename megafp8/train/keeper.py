@@ -59,7 +59,7 @@ def keep(train: Callable[[], int], env: Mapping[str, str]) -> int:
         _leave_with(ready, keeper)
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
         code = train()
-        HEART.finish()
+        HEART.finish(code)
         return code
     os.close(ready)
     return Keeper(child, HEART, stacks, env).watch()
@@ -106,6 +106,8 @@ class Keeper:
             silent = self.heart.last
             limit = float(self.heart.facts.get("limits", {}).get(silent.section, 0.0))
             if limit and silent.silent_seconds > limit:
+                if self.heart.finished is not None:  # libraries that do not let it go
+                    return self._end(self.heart.finished)
                 report_hang(Hang(self.rank, self.child, silent, limit), self.heart.facts, self._stacks, self._say)
                 return self._end(EXIT_HUNG)
         code = self._judge(status)
@@ -148,11 +150,13 @@ class Keeper:
     def _judge(self, status: int) -> int:
         code, beat = os.waitstatus_to_exitcode(status), self.heart.last
         where = f"{beat.section} {beat.step}" if beat.section == "step" else f"{beat.section} (step {beat.step})"
+        if self.heart.finished is not None:  # what stops it on its way out changes nothing
+            return self.heart.finished
         if code < 0:
             why = "the kernel's OOM killer, out of memory" if oom_kills() > self._oom_kills else self._guess(-code)
             self._say(f"killed by {signal.Signals(-code).name} in {where}: {why}")
             return 128 - code
-        if code == 0 and not self.heart.finished:
+        if code == 0:
             self._say(f"ended with exit code 0 in {where}, before its work was done")
             return EXIT_INTERNAL
         return code

@@ -67,13 +67,14 @@ def _gone(pid: int) -> bool:
     ("body", "code", "says"),
     [
         ("begin(); return 5", 5, ""),
+        ("begin(); HEART.finish(5); os.abort()", 5, ""),
         ("begin(); sys.exit(0)", 1, "rank 3: ended with exit code 0 in step 7, before its work was done"),
         ("begin(); os._exit(0)", 1, "before its work was done"),
         ("begin(); os.abort()", 134, "killed by SIGABRT in step 7: a crash in native code"),
         ("begin(); ctypes.string_at(0)", 139, "killed by SIGSEGV in step 7"),
         ("begin(); os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL in step 7: by a person, or out of"),
     ],
-    ids=["code", "exit-0", "_exit-0", "abort", "segfault", "kill"],
+    ids=["code", "killed-at-exit", "exit-0", "_exit-0", "abort", "segfault", "kill"],
 )
 def test_every_end_has_its_code_and_a_line(body, code, says):
     got, err = _run(body, RANK="3")
