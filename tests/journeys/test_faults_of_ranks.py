@@ -1,4 +1,4 @@
-"""The real command under faults of ranks: a crash under torchrun, a hang, a crash loop; what is told and what goes on."""
+"""The real command under faults of ranks: a crash under torchrun, a hang, a crash loop."""
 
 from __future__ import annotations
 
