@@ -1,4 +1,4 @@
-"""Bytes of a file, plain, gzip or zstd, told by content and not by name; a cut or damaged stream is an error.
+"""Bytes of a file, plain, gzip, bzip2 or zstd, told by content and not by name; a cut or damaged stream is an error.
 
 The usual readers end silently at a cut zstd frame, and stop after the first frame or gzip member. Here every member
 is read and has to end.
@@ -6,7 +6,9 @@ is read and has to end.
 
 from __future__ import annotations
 
+import bz2
 import io
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ _CHUNK = 1 << 14  # bytes that a decoder takes at once, and gzip gives: bounds h
 _BUFFER = 1 << 20
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_BZIP2 = re.compile(rb"BZh[1-9](?:\x31\x41\x59\x26\x53\x59|\x17\x72\x45\x38\x50\x90)")  # a block, or an empty stream
+_HEAD = 10  # bytes that tell all of them
 _SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a zstd skippable frame; byte 0 is 50 to 5f
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -32,8 +36,8 @@ class DamagedError(Exception):
 
 def is_plain(path: Path | str) -> bool:
     """Whether a file is neither compressed nor UTF-16, so that it can be cut at any line end."""
-    head = read_head(path, 4)
-    return not (head[:2] == _GZIP or _is_zstd(head) or head[:2] in UTF16_MARKS)
+    head = read_head(path, _HEAD)
+    return not (head[:2] == _GZIP or _is_zstd(head[:4]) or _BZIP2.match(head) or head[:2] in UTF16_MARKS)
 
 
 def _is_zstd(head: bytes) -> bool:
@@ -58,11 +62,13 @@ class InputStream(io.RawIOBase):
         self._digest = xxhash.xxh3_128()
         self._left_in_range = stop - start if stop else sys.maxsize
         self.position = 0
-        head = b"" if start or stop else self._file.read(4)
+        head = b"" if start or stop else self._file.read(_HEAD)
         self._file.seek(start)
         if head[:2] == _GZIP:
             self._chunks = _members(self._read, lambda: zlib.decompressobj(31), _inflate, zlib.error)
-        elif _is_zstd(head):
+        elif _BZIP2.match(head):  # dumps are made of many streams
+            self._chunks = _members(self._read, bz2.BZ2Decompressor, _unbzip, _Bzip2Error)
+        elif _is_zstd(head[:4]):
             self._chunks = _members(
                 self._read, zstandard.ZstdDecompressor().decompressobj, _unzstd, zstandard.ZstdError
             )
@@ -120,6 +126,21 @@ def _inflate(decoder: Any, data: bytes) -> Iterator[bytes]:
     while not decoder.eof and (data or len(out) == _CHUNK):
         out = decoder.decompress(data, _CHUNK)
         data = decoder.unconsumed_tail
+        yield out
+
+
+class _Bzip2Error(Exception):
+    """bz2 raises OSError, as reading a file does."""
+
+
+def _unbzip(decoder: Any, data: bytes) -> Iterator[bytes]:
+    """As `_inflate`."""
+    while not decoder.eof and (data or not decoder.needs_input):
+        try:
+            out = decoder.decompress(data, _CHUNK)
+        except OSError as error:
+            raise _Bzip2Error(str(error)) from None
+        data = b""
         yield out
 
 

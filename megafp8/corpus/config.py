@@ -17,15 +17,16 @@ class SourceConfig:
     """Where documents come from."""
 
     kind: Annotated[
-        Literal["jsonl", "text", "source_tree", "parquet", "warc", "python_stdlib"],
+        Literal["jsonl", "text", "source_tree", "parquet", "warc", "wikipedia", "python_stdlib"],
         Field(
             description="jsonl: one object a line; text: one file a document; source_tree: the text files of folders; "
-            "parquet: one row a document; warc: web pages of WARC or WET; python_stdlib: this Python's own docs"
+            "parquet: one row a document; warc: web pages of WARC or WET; wikipedia: articles of an XML dump; "
+            "python_stdlib: this Python's own docs"
         ),
     ]
     files: Annotated[
         tuple[str, ...],
-        Field(description="paths, globs (** too) or URLs (s3://...); plain, .gz and .zst are told by content"),
+        Field(description="paths, globs (** too) or URLs (s3://...); plain, .gz, .bz2 and .zst are told by content"),
     ] = ()
     valid_files: Annotated[
         tuple[str, ...],
