@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.core.rng import seed_for
+from megafp8.core.waiting import WAITING
 from megafp8.fp8.backend import Backend
 from megafp8.fp8.kernels import scaler
 from megafp8.fp8.quantized import Operand, QuantizedTensor
@@ -172,7 +173,8 @@ class LinearState:
         amaxes = None
         if group is not None and scale is None and (spec.block is None or spec.two_level):
             amaxes = self.backend.amaxes(x, spec)
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+            with WAITING:
+                dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
             if spec.block is None:
                 scale, amaxes = scaler(spec)(amaxes), None
         quantized, amax = self.backend.quantize(
@@ -382,7 +384,8 @@ def update_states(states: Iterable[LinearState], group: dist.ProcessGroup | None
     num_shared = sum(len(by_recipe[recipe]) for recipe in recipes if recipe.shares_amax)
     amax = torch.cat(running)
     if group is not None and num_shared:
-        dist.all_reduce(amax[:num_shared], dist.ReduceOp.MAX, group=group)
+        with WAITING:
+            dist.all_reduce(amax[:num_shared], dist.ReduceOp.MAX, group=group)
     for recipe, part in zip(recipes, amax.split([len(by_recipe[r]) for r in recipes]), strict=True):
         roles = by_recipe[recipe]
         recipe.update([role.tensors for role in roles], [role.spec for role in roles], part)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.core.layout import layout_of
+from megafp8.core.waiting import WAITING
 from megafp8.parallel.collectives import Pending, start_all_reduce_, start_reduce_scatter
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pieces import Packing, cut, zero_dim
@@ -64,7 +65,8 @@ class _Bucket:
         """Wait until the sum is there."""
         self.settle()
         if self.work is not None:
-            self.work.wait()
+            with WAITING:
+                self.work.wait()
             self.work = None
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.core.errors import ConfigError
+from megafp8.core.waiting import WAITING
 from megafp8.parallel.collectives import all_gather, all_to_all
 from megafp8.parallel.mesh import Mesh
 
@@ -124,7 +125,8 @@ class Shift:
     def wait(self) -> Tensor:
         """What was received; on a GPU the current stream waits, not the process."""
         for work in self._works:
-            work.wait()
+            with WAITING:
+                work.wait()
         return self._kept[1]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megafp8.core.waiting import WAITING
 from megafp8.parallel.actions import Action, Schedule
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.mesh import Mesh
@@ -174,7 +175,8 @@ class _Parcel:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with WAITING:
+                self.work.wait()
             self.work = None
         return self.tensor
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megafp8.checkpoint.folders import step_of
 from megafp8.core import log
 from megafp8.core.errors import EXIT_OK
 from megafp8.core.heartbeat import HEART
@@ -24,13 +25,14 @@ from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_, merge_dicts
 from megafp8.parallel.launch import shutdown
 from megafp8.parallel.mesh_config import RANK_ORDER
-from megafp8.train import folder, hangs, metrics
+from megafp8.train import folder, hangs, metrics, stragglers
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.progress import StepBar
+from megafp8.train.replicas import check_replicas, is_due
 from megafp8.train.saving import Saving
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
@@ -114,6 +116,10 @@ class Run:
         self.moe_layers = [i for i in range(config.model.num_layers) if config.model.moe.is_moe_layer(i)]
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
+        guard = config.guard
+        self.stragglers = stragglers.StragglerWatch(
+            parts.mesh, parts.device, interval=guard.straggler_interval, ratio=guard.straggler_ratio
+        )
         self.gpu = GpuReadings(parts.device)
         counts = precision_counts(config)
         self.gemm_counts = {name: counts[name] for name in ("gemms", "fp8_gemms") if counts}
@@ -175,6 +181,7 @@ class Run:
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
         if wants_stats:
             stats.arm(parts.fp8_states.values(), modules=config.log.fp8_modules, what_if=self.what_if)
+        self.stragglers.begin(self.step)
         start = time.perf_counter()
         result = train_step(parts, self.step, rate)
         seconds = time.perf_counter() - start
@@ -190,10 +197,26 @@ class Run:
             if found:
                 self.writer.write("fp8", self.step, stats=found, **self.gemm_counts)
         self._guard(result)
+        self._report_stragglers()
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
             self._evaluate()
+        self._check_replicas(
+            saves=last or (config.checkpoint.interval > 0 and self.step % config.checkpoint.interval == 0)
+        )
         self.saving.step_done(self.step, self._progress())
+
+    def _report_stragglers(self) -> None:
+        found, gone = self.stragglers.end(self.step)
+        stragglers.report(found, gone, self.step)
+        for one in found:
+            values = {"rank": one.rank, "host": one.host, "ratio": one.ratio}
+            self.writer.write("event", self.step, event="straggler", **values)
+
+    def _check_replicas(self, *, saves: bool) -> None:
+        if is_due(self.step, self.parts.config.guard.replica_interval, saves=saves):
+            newest = self.saving.newest
+            check_replicas(self.parts, self.step, None if newest is None else step_of(newest))
 
     def _guard(self, result: StepResult) -> None:
         """Say where a step that is not finite broke, and stop the run if there are too many of them."""
@@ -287,6 +310,7 @@ class Run:
 
     def _stopped(self, reason: str) -> RunResult:
         if self.step > self.first_step or self.saved is not None:
+            self._check_replicas(saves=True)
             self.saving.last(self.step, self._progress())
         why = self.stops.describe(reason)
         first = "remove the file and " if reason == "file" else ""
