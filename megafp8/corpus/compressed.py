@@ -117,6 +117,9 @@ class InputStream(io.RawIOBase):
 
     def close(self) -> None:
         self._file.close()
+        self._chunks, self._left = iter(()), memoryview(b"")
+        if (reader := vars(self).pop("reader", None)) is not None:  # it and this hold each other, and a buffer each
+            reader.detach()
         super().close()
 
 

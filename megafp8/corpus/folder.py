@@ -21,6 +21,7 @@ from megafp8.core.errors import DataError, ResourceError
 from megafp8.core.jsonio import read_json, resource_error
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.readers import InputFile
+from megafp8.corpus.storage import place_of
 
 MANIFEST, TOKENIZER_INFO, STAGES = "manifest.json", "tokenizer_info.json", "stages"
 OWNER = f"{STAGES}/megafp8.json"  # says that the stages beside it are ours
@@ -100,6 +101,20 @@ def claim(folder: Path) -> None:
             f"{folder}: holds {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}, which `megafp8 preprocess` "
             "did not write; choose an empty or new output.folder"
         )
+
+
+def check_outside(folder: Path, files: Sequence[InputFile]) -> None:
+    """Make sure that no input lies in the output folder: a run must not read what the last one wrote.
+
+    Raises:
+        DataError: one does.
+    """
+    inside = os.path.join(os.path.realpath(folder), "")
+    for file in files:
+        if place_of(file.path).startswith(inside):
+            raise DataError(
+                f"{file.path}: an input inside output.folder; choose an output.folder out of reach of source.files"
+            )
 
 
 def claim_corpus(folder: Path, files: Sequence[InputFile]) -> None:

@@ -14,7 +14,7 @@ from megafp8.core.errors import ConfigError
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Record
-from megafp8.corpus.storage import InputFile, find_files, input_file
+from megafp8.corpus.storage import InputFile, find_files, input_file, place_of
 
 __all__ = ["FileSource", "InputFile", "Source", "find_files", "input_file", "stream_records"]
 
@@ -57,8 +57,9 @@ class FileSource:
         self.config = config
         inside = getattr(format_module(config.kind), "files_inside", None)
         entered = inside and (lambda folder: inside(folder, config))
-        self.held_out = {file.path for file in find_files(config.valid_files, entered)}
+        held_out = {place_of(file.path) for file in find_files(config.valid_files, entered)}
         self.files = find_files(config.files + config.valid_files, entered)
+        self.held_out = {file.path for file in self.files if held_out and place_of(file.path) in held_out}
         self.checksums: dict[str, str] = {}
         self.position = 0
 

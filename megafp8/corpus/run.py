@@ -66,6 +66,7 @@ def preprocess(config: CorpusConfig) -> Result:
     folder = Path(config.output.folder)
     with places.locked(folder), places.refusals(folder):
         places.claim(folder)
+        places.check_outside(folder, source.files)
         if not config.output.replace:
             places.claim_corpus(folder, source.files)
         run = _Run(config, source, folder)

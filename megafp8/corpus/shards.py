@@ -84,21 +84,22 @@ def plan_shards(
         return [Shard(tuple(files))] if files else []
     shards: list[Shard] = []
     group: list[InputFile] = []
+    size = 0
     for file in files:
         if file.path in cuts or is_table(file, config, shard_bytes):
             shards += [Shard(tuple(group))] if group else []
-            group = []
+            group, size = [], 0
             if file.path in cuts:
                 shards += _line_ranges(file, shard_bytes, cuts[file.path])
             else:
                 shards += [Shard((file,), start, stop) for start, stop in ranges(file, shard_bytes)]
             continue
         group.append(file)
-        size = sum(one.num_bytes for one in group)
+        size += file.num_bytes
         chance = xxhash.xxh3_64_intdigest(file.path.encode("utf-8", "surrogateescape")) / 2.0**64
         if size >= shard_bytes or chance < 2 * max(file.num_bytes, 1) / shard_bytes:
             shards.append(Shard(tuple(group)))
-            group = []
+            group, size = [], 0
     return shards + ([Shard(tuple(group))] if group else [])
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,7 +76,7 @@ def input_file(path: str) -> InputFile:
 
 
 def find_files(patterns: tuple[str, ...], inside: Callable[[str], list[str]] | None = None) -> list[InputFile]:
-    """The files that paths, globs and URLs name, sorted, each once.
+    """The files that paths, globs and URLs name, sorted, each once, also if it has been named in two ways.
 
     Args:
         inside: gives the files of a folder that a pattern names; None: folders are no input.
@@ -90,7 +91,23 @@ def find_files(patterns: tuple[str, ...], inside: Callable[[str], list[str]] | N
             where = f"(looked from {Path.cwd()}); correct source.files or source.valid_files"
             raise DataError(f"{pattern!r} matches no file {where}")
         found.update(files)
-    return [input_file(path) for path in sorted(found)]
+    places: dict[str, str] = {}
+    for path in sorted(found, key=lambda path: (len(path), path)):  # of several names the shortest
+        places.setdefault(place_of(path), path)
+    return [input_file(path) for path in sorted(places.values())]
+
+
+def place_of(path: str) -> str:
+    """The same for all ways to write a path; links to files are files of their own."""
+    if is_url(path):
+        return path
+    folder, name = os.path.split(path)
+    return os.path.join(_real(folder), name)
+
+
+@lru_cache(maxsize=4096)
+def _real(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def _local(pattern: str, inside: Callable[[str], list[str]] | None) -> list[str]:

@@ -7,9 +7,11 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,16 @@ def test_a_file_that_is_all_bad_is_no_small_share(config: Callable, text: Path) 
     assert preprocess(config(**settings)).manifest["counts"]["num_bad"] == 12
 
 
+def test_what_a_run_writes_is_not_read_by_the_next(config: Callable, tmp_path: Path, text: Path) -> None:
+    """A glob that reaches into the output folder would find quarantine.jsonl there."""
+    with open(text / "part-0.jsonl", "ab") as file:
+        file.write(b"no json\n")
+    made = config(source={"files": [f"{tmp_path}/**/*.jsonl"]}, **BYTES)
+    assert preprocess(made).manifest["counts"]["num_bad"] == 1
+    with pytest.raises(DataError, match=r"out/quarantine.jsonl: an input inside output.folder; .*out of reach"):
+        preprocess(made)
+
+
 def test_another_corpus_is_not_replaced(config: Callable, tmp_path: Path, text: Path) -> None:
     preprocess(config(**BYTES))
     before = (tmp_path / "out" / "train.bin").read_bytes()
@@ -226,32 +238,39 @@ def test_a_disk_that_fails_once_costs_an_attempt(config: Callable, text: Path, m
         preprocess(config("always", **settings))
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody may enter; pytest's own are root's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes someone else")
-def test_no_permission_is_one_line(config: Callable, text: Path, tmp_path: Path) -> None:
-    """As nobody: a folder of someone else's, a file of someone else's, a corpus of someone else's."""
-    preprocess(config("theirs", **BYTES))
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.owner() == "root" and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    (tmp_path / "mine").mkdir()
-    os.chown(tmp_path / "mine", 65534, 65534)
-    (text / "part-2.jsonl").write_text('{"text": "x"}\n')
-    (text / "part-2.jsonl").chmod(0o600)
-    only = {"files": [f"{text}/part-0*"]}
+def test_no_permission_is_one_line(config: Callable, text: Path, open_folder: Path) -> None:
+    """As nobody: a folder of someone else's, a corpus of someone else's, a file of someone else's."""
+    shutil.copytree(text, open_folder / "text")
+    (open_folder / "text" / "part-1.jsonl").chmod(0o600)
+    (open_folder / "mine").mkdir()
+    os.chown(open_folder / "mine", 65534, 65534)
+
+    def command(name: str, part: str) -> str:
+        source = {"files": [f"{open_folder}/text/{part}"]}
+        made = config(source=source, output={"folder": f"{open_folder}/{name}"}, **BYTES)
+        (open_folder / f"{name}.toml").write_text(dump_toml(made))
+        return f"main(['preprocess', '{open_folder}/{name}.toml'])\n"
+
     # one run as root: nobody may not read this Python's modules, where it is installed in root's home
-    (tmp_path / "warm.toml").write_text(dump_toml(config("warm", **BYTES)))
-    code = f"import os\nfrom megafp8.cli.main import main\nmain(['preprocess', '{tmp_path}/warm.toml'])\n"
+    code = "import os\nfrom megafp8.cli.main import main\n" + command("theirs", "part-0*")
     code += "print('=')\nos.setgid(65534)\nos.setuid(65534)\n"
-    for number, made in enumerate((
-        config("new", source=only, **BYTES), config("theirs", source=only, **BYTES), config("mine/a", **BYTES),
-    )):  # fmt: skip
-        (tmp_path / f"{number}.toml").write_text(dump_toml(made))
-        code += f"print(main(['preprocess', '{tmp_path}/{number}.toml']))\n"
+    for name, part in (("new", "part-0*"), ("mine", "part-1*")):
+        code += f"print({command(name, part).strip()})\n"
+    code += f"print(main(['preprocess', '{open_folder}/theirs.toml', '--split.valid_share', '0.5']))\n"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert done.stdout.rpartition("=")[2].split() == ["6", "6", "3"] and len(lines) == 3, done
-    assert all("ermission denied" in line for line in lines) and "part-2.jsonl" in lines[2]
+    assert done.stdout.rpartition("=")[2].split() == ["6", "3", "6"] and len(lines) == 3, done
+    assert all("ermission denied" in line for line in lines) and "part-1.jsonl: cannot be read" in lines[1]
 
 
 def test_documents_that_are_not_written_are_listed(one: Callable, tmp_path: Path) -> None:

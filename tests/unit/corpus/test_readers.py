@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import random
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -149,6 +151,18 @@ def test_globs_are_sorted_unique_and_must_match(tmp_path: Path) -> None:
             find_files((f"{tmp_path}/a.jsonl", pattern))
 
 
+def test_a_file_by_two_names_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its documents would be in the corpus twice, or in both splits."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    found = find_files(("*.jsonl", "./a.jsonl", f"{tmp_path}/b.jsonl", "../" + tmp_path.name + "/a.jsonl"))
+    assert [file.path for file in found] == ["a.jsonl", "b.jsonl"]
+    config = SourceConfig(kind="jsonl", files=("*.jsonl",), valid_files=(f"{tmp_path}//./b.jsonl",))
+    source = FileSource(config)
+    assert [file.path for file in source.files] == ["a.jsonl", "b.jsonl"] and source.held_out == {"b.jsonl"}
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, bytes])
 def test_every_cut_of_a_stream_is_noticed(tmp_path: Path, pack) -> None:  # type: ignore[no-untyped-def]
     """Plain bytes cannot tell a cut; both compressed forms can, wherever it is."""
@@ -168,6 +182,22 @@ def test_every_cut_of_a_stream_is_noticed(tmp_path: Path, pack) -> None:  # type
             continue
         with pytest.raises(DamagedError):
             InputStream(path).reader.read()
+
+
+def test_a_closed_stream_is_gone_at_once(tmp_path: Path) -> None:
+    """Not at the next collection of garbage: it has buffers of megabytes, and there may be a million files."""
+    path = tmp_path / "x"
+    for data in (b"a\nb\n", gzip.compress(b"a\n"), zstandard.compress(b"a\n")):
+        path.write_bytes(data)
+        gc.disable()
+        try:
+            with InputStream(path) as stream:
+                assert stream.reader.readline() == b"a\n"
+            gone = weakref.ref(stream)
+            del stream
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_checksum_is_of_the_file_on_disk(tmp_path: Path) -> None:

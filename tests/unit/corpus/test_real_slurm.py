@@ -21,6 +21,7 @@ import pytest
 
 from megafp8.corpus import stage_run
 from megafp8.corpus.run import preprocess
+from tests.unit.corpus.conftest import SHARDS as LARGER
 from tests.unit.corpus.conftest import everything
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -193,7 +194,7 @@ def test_every_step_with_1_2_5_workers(
 ) -> None:
     preprocess(everything(config, tmp_path, mixed, "whole", 1))
     for workers in (1, 2, 5):
-        preprocess(everything(config, tmp_path, mixed, f"w{workers}", workers, **executor()))
+        preprocess(everything(config, tmp_path, mixed, f"w{workers}", workers, **{**executor(), **LARGER}))
         assert contents(tmp_path / f"w{workers}") == contents(tmp_path / "whole"), workers
 
 
