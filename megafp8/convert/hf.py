@@ -24,10 +24,9 @@ from megafp8.data.tokenizer import identity, load_tokenizer
 from megafp8.infer.weights import DTYPES
 from megafp8.models import ModelConfig
 from megafp8.models.families.rules import Rule
-from megafp8.models.names import hf_config, resolved_rules, split
+from megafp8.models.names import VIEWS, hf_config, resolved_rules, split
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_VIEWS = ("copy", "stack", "stack_pairs")  # kinds whose foreign tensors are contiguous parts of ours
 
 
 def to_hf(
@@ -97,7 +96,7 @@ def hf_groups(source: Source, dtype: torch.dtype) -> list[Group]:
             tuple(Output(file, output.name, output.dtype, output.shape) for output in outputs),
             _maker(source.config, rule, dtype),
             dtype,
-            memory=0 if rule.kind in _VIEWS else None,
+            memory=0 if rule.kind in VIEWS else None,
         )
         for rule, outputs, file in zip(rules, planned, files, strict=True)
     ]

@@ -21,7 +21,16 @@ from megafp8.core.jsonio import sha256_file
 from megafp8.infer.weights import BALANCE, MASTER, check_shapes, model_config, tokenizer_path, weight_shapes
 from megafp8.models import ModelConfig
 from megafp8.models.families.rules import Rule
-from megafp8.models.names import check_names, config_from_hf, foreign_names, is_ignored, join, resolved_rules
+from megafp8.models.names import (
+    VIEWS,
+    check_names,
+    config_from_hf,
+    foreign_names,
+    is_ignored,
+    join,
+    resolved_rules,
+    split,
+)
 
 
 class Source(ABC):
@@ -50,6 +59,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole tensor on the CPU, in `dtype` (None: as stored; routers' biases always are)."""
+
+    def memory(self, name: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes that are held while a tensor is read in `dtype`."""
+        return torch.Size(self.shapes[name]).numel() * (dtype or self.dtypes[name]).itemsize
 
     @abstractmethod
     def tokenizer(self, given: str | Path | None = None) -> str:
@@ -149,15 +162,24 @@ class HuggingFaceFolder(Source):
             CheckpointError: its file is cut short or cannot be read.
         """
         rule = self._rules[name]
-        dtype = dtype if not unrounded(name) else torch.float32
-        parts = [self._read(theirs, dtype or self.dtypes[name]) for theirs in rule.theirs]
-        return join(self.config, rule, parts)
+        dtype = (dtype if not unrounded(name) else torch.float32) or self.dtypes[name]
+        if rule.kind in VIEWS:
+            whole = torch.empty(self.shapes[name], dtype=dtype)
+            for theirs, part in zip(rule.theirs, split(self.config, rule, whole), strict=True):
+                self._read(theirs, part)
+            return whole
+        empty = [torch.empty(self._stored[theirs][1].shape, dtype=dtype) for theirs in rule.theirs]
+        return join(self.config, rule, list(map(self._read, rule.theirs, empty)))
+
+    def memory(self, name: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes held while a tensor is read: twice its own where its parts do not lie in it as they are."""
+        return super().memory(name, dtype) * (1 if self._rules[name].kind in VIEWS else 2)
 
     def tokenizer(self, given: str | Path | None = None) -> str:
         """The folder itself holds it."""
         return str(given or self.path)
 
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, name: str, out: torch.Tensor) -> torch.Tensor:
         file, stored = self._stored[name]
         with self._opening:
             if file not in self._files:
@@ -166,7 +188,7 @@ class HuggingFaceFolder(Source):
                 except OSError as error:
                     raise CheckpointError(f"{self.path / file}: cannot be read: {error.strerror or error}") from error
                 self._close.callback(os.close, self._files[file])
-        return read_tensor(self._files[file], stored, dtype, self.path / file)
+        return read_tensor(self._files[file], stored, out, self.path / file)
 
     def _shape(self, rule: Rule) -> tuple[int, ...]:
         shapes = [self._stored[name][1].shape for name in rule.theirs]

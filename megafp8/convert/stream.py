@@ -122,7 +122,7 @@ def write_groups(
 
 def memory_of(group: Group, source: Source) -> int:
     """Bytes of tensors that a group holds at its peak."""
-    read = sum(math.prod(source.shapes[n]) * (group.dtype or source.dtypes[n]).itemsize for n in group.reads)
+    read = sum(source.memory(name, group.dtype) for name in group.reads)
     return read + (sum(output.bytes for output in group.outputs) if group.memory is None else group.memory)
 
 

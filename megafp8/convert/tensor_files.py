@@ -91,24 +91,24 @@ def _decode(entries: Mapping[str, Any], begin: int, size: int) -> dict[str, Stor
     return found
 
 
-def read_tensor(fd: int, stored: Stored, dtype: torch.dtype | None, path: Path) -> torch.Tensor:
-    """One tensor from an open file, in `dtype` (None: as stored), rounded as its bytes come in.
+def read_tensor(fd: int, stored: Stored, out: torch.Tensor, path: Path) -> torch.Tensor:
+    """Fill `out` (contiguous, on the CPU) with a tensor of an open file, rounded as its bytes come in; returns it.
 
     Raises:
         CheckpointError: the file ends early or cannot be read.
     """
-    whole = torch.empty(stored.shape, dtype=dtype or stored.dtype)
-    flat = whole.reshape(-1)
-    if whole.dtype == stored.dtype:
+    assert out.is_contiguous() and tuple(out.shape) == stored.shape, f"{tuple(out.shape)} for {stored.shape}"
+    flat = out.reshape(-1)
+    if out.dtype == stored.dtype:
         _read(fd, stored.start, bytes_of(flat), path)
-        return whole
+        return out
     step = _CHUNK_BYTES // stored.dtype.itemsize
     buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
     for at in range(0, flat.numel(), step):
         chunk = buffer[: flat.numel() - at]
         _read(fd, stored.start + at * stored.dtype.itemsize, bytes_of(chunk), path)
         flat[at : at + step].copy_(chunk)
-    return whole
+    return out
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

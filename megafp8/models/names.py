@@ -16,6 +16,7 @@ from megafp8.models.families import FAMILIES
 from megafp8.models.families.rules import Family, Rule
 
 Tensor = Any
+VIEWS = ("copy", "stack", "stack_pairs")  # kinds of rule whose foreign tensors are contiguous parts of ours
 _MAX_LISTED = 20  # names in one message
 # Buffers that older exports carry; they are arithmetic, not weights.
 _IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
