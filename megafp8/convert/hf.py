@@ -76,7 +76,7 @@ def to_hf(
             say(f"{model.path}: {sum(map(_numel, model.shapes.values())):,} parameters as {dtype}")
             written = write_groups(folder, model, hf_groups(model, DTYPES[dtype]), workers=workers, say=say)
             write_index(folder, written.files)
-            write_sidecars(folder, model.config, theirs, spec, dtype)
+            write_sidecars(folder, model, theirs, spec, dtype)
             report = _verified(folder, model, spec, DTYPES[dtype], say) if verify else None
             found = {} if report is None else {"comparisons": [vars(comparison) for comparison in report.logits]}
             write_json(folder / RECORD_NAME, {**record, "verified": verify, **found})
@@ -118,14 +118,14 @@ def _maker(config: ModelConfig, rule: Rule, dtype: torch.dtype) -> Callable[...,
     return make
 
 
-def write_sidecars(folder: Path, config: ModelConfig, theirs: dict[str, Any], spec: str, dtype: str) -> None:
+def write_sidecars(folder: Path, source: Source, theirs: dict[str, Any], spec: str, dtype: str) -> None:
     """Write config.json (`theirs` with ids and dtype), generation_config.json and the tokenizer's files.
 
     Raises:
         ConfigError: a tokenizer that tokenizer.json cannot express.
         ResourceError: no space, no permission.
     """
-    ids = write_tokenizer(spec, folder, max_length=config.max_sequence_length)
+    ids = write_tokenizer(spec, folder, max_length=source.config.max_sequence_length, add_bos=source.add_bos)
     # Written even where there is none: transformers' own defaults are ids of other models' vocabularies.
     special = {key: ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     name = _DTYPE_NAMES[dtype]

@@ -42,6 +42,7 @@ class Source(ABC):
         fingerprint: changes whenever its content does.
         shapes: {our name: whole shape}; exactly what the config asks for.
         dtypes: {our name: stored dtype}.
+        add_bos: whether documents began with the begin id in training; None: not known, its tokenizer's rule holds.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Source(ABC):
     fingerprint: str
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
+    add_bos: bool | None = None
 
     def __enter__(self) -> Source:
         return self
@@ -96,6 +98,7 @@ class Checkpoint(Source):
         self.config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
         self.fingerprint = sha256_file(path / MANIFEST_NAME)
         self._tensors = TensorReader(path)
+        self.add_bos = (self._tensors.meta.get("tokenizer") or {}).get("add_bos")
         self._stored = {
             name.removeprefix(prefix): name
             for prefix in (MASTER, BALANCE)
