@@ -97,6 +97,16 @@ def _say(verb: str, error: MegaError) -> int:
     return error.exit_code
 
 
+def _keep_to_the_group() -> None:
+    """Whatever is written is not the world's: files 0640, folders 0750, or as MEGAFP8_UMASK (octal) says."""
+    wanted = os.environ.get("MEGAFP8_UMASK", "")
+    try:
+        mask = int(wanted, 8) if wanted else os.umask(0o077) | 0o027
+        os.umask(mask)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"MEGAFP8_UMASK = {wanted!r}: no octal number; nearest: 027") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code (docs/exit-codes: `megafp8 --help`)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -107,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         return _say("", ConfigError(f"{verb!r} is no verb{nearest(verb, VERBS)}; see megafp8 --help"))
     try:
+        _keep_to_the_group()
         return int(load(verb).run(_parse(verb, words[1:])))
     except MegaError as error:
         if debug:

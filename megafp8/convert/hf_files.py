@@ -56,7 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: has no config.json; give the folder of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: is no JSON object")

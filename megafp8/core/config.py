@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import dataclass_transform  # typing's own needs Python 3.11
 
 from megafp8.core.errors import ConfigError
+from megafp8.core.log import redact
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,15 +54,17 @@ def load_toml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; give the path of a TOML file (examples/ has some)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: not TOML that can be read: it is nested too deeply") from None
 
 
 def parse_value(text: str) -> Any:
     """The value of an override: TOML if it parses as TOML, else the bare string (`--run.name tiny`)."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -103,13 +106,30 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     """Make a configuration of `cls`, all broken rules in one error, a line each.
 
     Raises:
-        ConfigError: unknown keys (with the nearest name), wrong types, values out of range, broken rules.
+        ConfigError: unknown keys (with the nearest name), wrong types, values out of range, broken rules; a value that
+            looks like an access token or holds a password, for configurations are kept beside what they made.
     """
+    secret = [f"{key}: looks like an access token, or a URL with a password, and would be kept in files; give it by "
+              "the environment" for key, text in _texts(values) if redact(text) != text]  # fmt: skip
+    if secret:
+        raise ConfigError("\n".join(secret))
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         lines = [line for problem in error.errors() for line in _lines(cls, problem)]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and text of every string below."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _texts(part, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part, place)
 
 
 def _lines(cls: type, problem: Any) -> list[str]:

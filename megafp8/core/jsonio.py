@@ -82,7 +82,7 @@ def read_json(path: Path) -> Any:
         return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error}); it may be cut short, make it again") from error
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 _ROOT = "megafp8"
 _SECRET_KEY = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@))")
+# Hugging Face, OpenAI and the like, GitHub, AWS; a URL's user:password; a query's token=...
+_SECRET_VALUE = re.compile(
+    r"((?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|sk-(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16})"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+    r"|(?<=[?&])[^=&\s]*(?:token|key|secret|password|signature)=[^&\s\"']+)",
+    re.IGNORECASE,
+)
 _state = {"rank": 0}
 
 

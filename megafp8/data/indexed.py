@@ -185,6 +185,11 @@ class IndexedDataset:
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         first, after = int(self.document_index[index]), int(self.document_index[index + 1])
+        if not 0 <= first <= after <= len(self):
+            raise DataError(
+                f"{self.idx_path}: document {index} is sequences {first} to {after} of {len(self)}; the index is "
+                "damaged, run `megafp8 data verify`"
+            )
         parts = [self[i] for i in range(first, after)]
         if len(parts) == 1:
             return parts[0]
@@ -200,10 +205,16 @@ def _checked_side(side: Any, path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: side file of version {version!r}; this reader knows {SIDE_VERSION}, update megafp8")
     if (version >= 2 or "checksum" in side) and not seal_holds(side):
         raise DataError(f"{path}: damaged: it does not match its checksum; restore it or write the dataset again")
-    for key in ("checksums", "blocks", "tokenizer"):
-        section = side.get(key) or {}
-        if not isinstance(section, dict) or not all(isinstance(part, (str, int)) for part in section.values()):
-            raise DataError(f"{path}: {key} is no table of texts and numbers; write the dataset again")
+    forms: dict[str, dict[str, type]] = {
+        "checksums": {"bin": str, "idx": str},
+        "blocks": {"bin": str, "idx": str},
+        "tokenizer": {"kind": str, "fingerprint": str, "vocab_size": int, "eod_id": int, "bos_id": int},
+    }
+    for key, form in forms.items():
+        section = side.get(key)
+        known = isinstance(section, dict) and (key == "tokenizer" or section.keys() <= form.keys())
+        if section is not None and not (known and all(isinstance(section.get(k, t()), t) for k, t in form.items())):
+            raise DataError(f"{path}: {key} is not what this version knows; write the dataset again")
     return side
 
 

@@ -149,7 +149,10 @@ class HuggingFaceTokenizer:
             definition["truncation"] = definition["padding"] = None  # a document is neither cut nor filled up
             self.definition = json.dumps(definition)
             self._tokenizer = tokenizers.Tokenizer.from_str(self.definition)
-        except Exception as error:  # the package raises bare Exception
+            self._tokenizer.encode("a \u65e5")  # some faults show only then
+        except BaseException as error:  # the package raises bare Exception, and its panics are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
+                raise
             raise DataError(f"{path}: not a tokenizer.json ({_first_line(error)})") from None
         self._tokenizer.encode_special_tokens = True  # a control string in a text is text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

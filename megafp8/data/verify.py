@@ -110,6 +110,9 @@ def _side_problems(dataset: IndexedDataset) -> Iterator[str]:
 def _id_problems(dataset: IndexedDataset, tokenizer: dict[str, Any]) -> Iterator[str]:
     if not tokenizer or dataset.dtype.kind not in "iu":
         return
+    if not {"vocab_size", "eod_id"} <= tokenizer.keys():
+        yield f"{dataset.path_prefix}.json: its tokenizer lacks vocab_size or eod_id; make the dataset again"
+        return
     vocab_size, eod_id = int(tokenizer["vocab_size"]), int(tokenizer["eod_id"])
     marks, ends, begun = Marks.of(tokenizer), 0, 0
     for start in range(0, dataset.num_tokens, _CHUNK):

@@ -59,14 +59,14 @@ class ModelConfig:
         Literal["llama", "mistral", "qwen2", "qwen3", "gpt", "mixtral", "qwen3_moe", "deepseek"],
         Field(description="defaults, foreign names"),
     ] = "llama"
-    num_layers: Annotated[int, Field(gt=0, description="decoder layers")] = 8
-    hidden_size: Annotated[int, Field(gt=0, description="width of the residual stream")] = 512
-    ffn_hidden_size: Annotated[int, Field(gt=0, description="width of the MLP")] = 1408
-    num_attention_heads: Annotated[int, Field(gt=0, description="query heads")] = 8
-    num_kv_heads: Annotated[int, Field(ge=0, description="key/value heads; 0 = as many as query heads")] = 0
-    head_dim: Annotated[int, Field(ge=0, description="0 = hidden_size / num_attention_heads")] = 0
-    vocab_size: Annotated[int, Field(gt=1, description="tokens in the vocabulary")] = 8192
-    max_sequence_length: Annotated[int, Field(gt=0, description="tokens")] = 2048
+    num_layers: Annotated[int, Field(gt=0, le=10_000, description="decoder layers")] = 8
+    hidden_size: Annotated[int, Field(gt=0, le=1 << 24, description="width of the residual stream")] = 512
+    ffn_hidden_size: Annotated[int, Field(gt=0, le=1 << 24, description="width of the MLP")] = 1408
+    num_attention_heads: Annotated[int, Field(gt=0, le=1 << 16, description="query heads")] = 8
+    num_kv_heads: Annotated[int, Field(ge=0, le=1 << 16, description="key/value heads; 0 = as many as query heads")] = 0
+    head_dim: Annotated[int, Field(ge=0, le=1 << 16, description="0 = hidden_size / num_attention_heads")] = 0
+    vocab_size: Annotated[int, Field(gt=1, le=1 << 31, description="tokens in the vocabulary")] = 8192
+    max_sequence_length: Annotated[int, Field(gt=0, le=1 << 40, description="tokens")] = 2048
     norm: Annotated[Literal["rmsnorm", "layernorm"], Field(description="normalisation")] = "rmsnorm"
     norm_eps: Annotated[float, Field(gt=0, description="added to the variance")] = 1e-5
     activation: Annotated[Literal["swiglu", "gelu"], Field(description="of the MLP; gelu is the tanh form")] = "swiglu"

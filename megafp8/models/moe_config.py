@@ -17,12 +17,15 @@ from megafp8.core.config import config_dataclass
 class MoEConfig:
     """Mixture of experts in place of the MLP; num_experts = 0 is a dense model."""
 
-    num_experts: Annotated[int, Field(ge=0, description="routed experts of a layer; 0 = dense")] = 0
+    num_experts: Annotated[int, Field(ge=0, le=65_536, description="routed experts of a layer; 0 = dense")] = 0
     top_k: Annotated[int, Field(ge=1, description="experts that a token is sent to")] = 2
-    ffn_hidden_size: Annotated[int, Field(ge=0, description="width of an expert; 0 = the model's")] = 0
+    ffn_hidden_size: Annotated[int, Field(ge=0, le=1 << 24, description="width of an expert; 0 = the model's")] = 0
     num_shared_experts: Annotated[int, Field(ge=0, description="experts that see every token")] = 0
     shared_ffn_hidden_size: Annotated[
-        int, Field(ge=0, description="width of all shared experts together; 0 = their number x an expert's width")
+        int,
+        Field(
+            ge=0, le=1 << 24, description="width of all shared experts together; 0 = their number x an expert's width"
+        ),
     ] = 0
     first_dense_layers: Annotated[int, Field(ge=0, description="layers at the start that keep an MLP")] = 0
     layer_interval: Annotated[int, Field(ge=1, description="experts in every so many layers (i % n = 0)")] = 1

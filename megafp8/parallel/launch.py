@@ -6,6 +6,7 @@ The environment itself is read by the caller, once.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -117,13 +118,14 @@ def _meet(info: LaunchInfo, backend: str, timeout: timedelta) -> None:
             is_master=info.rank == 0 and not info.hosted,
             timeout=timeout,
             wait_for_workers=False,
+            master_listen_fd=_loopback_handle(info),
         )
         # what ranks of an attempt before left there would send these to addresses where nobody is
         store = dist.PrefixStore(f"megafp8/{info.restarts}", store)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world, timeout=timeout)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         text = str(error).splitlines()[0]
-        if "EADDRINUSE" in text or "address already in use" in text:
+        if "EADDRINUSE" in text or "ddress already in use" in text:
             why, way_out = "the port is in use", "set MASTER_PORT to a free one"
         elif "onnection refused" not in text and ("imed out" in text or "timeout" in text):
             why = f"not all {info.world} ranks came within {timeout.total_seconds():.0f} s"
@@ -131,6 +133,16 @@ def _meet(info: LaunchInfo, backend: str, timeout: timedelta) -> None:
         else:
             why, way_out = text, "look at MASTER_ADDR and MASTER_PORT, and whether rank 0 runs there"
         raise ResourceError(f"rank {info.rank} cannot meet the others at {place}: {why}; {way_out}") from error
+
+
+def _loopback_handle(info: LaunchInfo) -> int | None:
+    """What rank 0 of ranks on one machine listens on: torch's own would listen on every interface, without a password.
+
+    None: the store listens as torch does, or this rank has no store.
+    """
+    if info.rank or info.hosted or info.address not in ("127.0.0.1", "localhost"):
+        return None
+    return socket.create_server((info.address, info.port), backlog=info.world).detach()  # the store closes it
 
 
 def shutdown() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megafp8.core.jsonio import write_json
+from megafp8.core.log import redact
 from megafp8.models.config import quantizable_shapes
 from megafp8.models.cost import flops_per_token, num_parameters
 from megafp8.nn.precision import plan_gemms
@@ -51,7 +52,7 @@ def write_facts(parts: Parts, peak: tuple[float, str]) -> None:
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu",
             "cpu": cpu_name(),
-            "command": sys.argv,
+            "command": [redact(word) for word in sys.argv],
             "mesh": {axis: parts.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp", "ep")},
             "world_size": parts.mesh.world,
             "threads": torch.get_num_threads(),

@@ -35,6 +35,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _loopback_interface() -> str:
+    """The name of the interface of 127.0.0.1: lo, on macOS lo0."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+
+
 def _environment(rank: int, world: int, port: int, threads: int, lifeline: int) -> dict[str, str]:
     return {
         **os.environ,
@@ -45,6 +50,8 @@ def _environment(rank: int, world: int, port: int, threads: int, lifeline: int) 
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # gloo listens where the host's name leads, which may be the world's side
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         # spinning OpenMP threads starve the neighbour rank when ranks fill all cores
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),

@@ -46,8 +46,9 @@ def whole(config: Callable, contents: Callable, tmp_path: Path) -> dict[str, byt
 def test_same_bytes_as_here(
     config: Callable, contents: Callable, tmp_path: Path, cluster: Cluster, whole: dict[str, bytes]
 ) -> None:
-    preprocess(made(config, "out", tmp_path))
-    assert contents(tmp_path / "out") == whole
+    name = "out; touch owned #$(touch owned)'`touch owned`"  # a job script is a shell's; ours quotes what users name
+    preprocess(made(config, name, tmp_path))
+    assert contents(tmp_path / name) == whole and not list(tmp_path.rglob("owned*"))
     assert cluster.calls.count("sbatch") == 5 and "scancel" in cluster.calls, "split, read, check, tokenize, write"
 
 

@@ -137,8 +137,8 @@ def test_a_side_file_of_the_earlier_version_is_read(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"format_version": 3}, "side file of version 3"),
-        ({"tokenizer": {"vocab_size": [1]}}, "tokenizer is no table"),
-        ({"blocks": "x"}, "blocks is no table"),
+        ({"tokenizer": {"vocab_size": [1]}}, "tokenizer is not what"),
+        ({"blocks": "x"}, "blocks is not what"),
         ({"blocks": {"bin": "00"}}, "another number"),
         ({"num_tokens": "3"}, "says 3 tokens"),
     ],

@@ -1,0 +1,1 @@
+"""SECURITY.md's promises, P1 to P10, each with its test."""
