@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import fp8_quantizers, fp8_step, parallel_step, scaling, train_step
+from benchmarks import checkpoint_speed, fp8_quantizers, fp8_step, parallel_step, scaling, train_step
 
 
 def main() -> int:
@@ -17,6 +17,8 @@ def main() -> int:
     failed = fp8_quantizers.main([]) or failed
     print("\nthe same model on two processes, 8 sequences a step")
     failed = parallel_step.main(sys.argv[1:]) or failed
+    print("\nsaving and loading 1 GB, and saving beside steps")
+    failed = checkpoint_speed.main(["--rounds", "2"]) or failed
     print("\nhow the cost of a step grows")
     return scaling.main([]) or failed
 

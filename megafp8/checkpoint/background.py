@@ -156,8 +156,10 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
         line = json.dumps(answer(writer, jobs.get()))
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        try:
+            os.write(1, line.encode() + b"\n")
+        except BrokenPipeError:  # the trainer is gone; no clean-up that could wait for the listening thread
+            os._exit(0)
 
 
 if __name__ == "__main__":

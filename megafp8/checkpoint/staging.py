@@ -113,7 +113,9 @@ class Staging:
         self.stop()
         if self._fd < 0:
             self._reserve(HEADER_BYTES)
-        path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # the trainer's own package, also where that is a checkout which no variable names
+        ours = [] if _PACKAGE.name.endswith("-packages") else [str(_PACKAGE)]
+        path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megafp8.checkpoint.background", str(self._fd)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._fd,),

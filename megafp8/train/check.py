@@ -135,8 +135,14 @@ def _memory_rows(config: RunConfig, world: int) -> list[tuple[str, str]]:
             f"{size(parts.total)}: weights {size(parts.parameters)}, gradients {size(parts.gradients)}, optimizer "
             f"{size(parts.optimizer)}, activations {size(parts.activations)}, loss {size(parts.logits)}",
         ),
-        ("checkpoint", f"{size(saved)}, every {config.checkpoint.interval} steps"),
+        ("checkpoint", f"{size(saved)}, every {config.checkpoint.interval} steps{_snapshot(config, saved, world)}"),
     ]
+
+
+def _snapshot(config: RunConfig, saved: int, world: int) -> str:
+    """What saving while training goes on costs besides."""
+    share = f", a copy of {size(saved / world)} in the host memory of each rank"
+    return share if config.checkpoint.asynchronous else ""
 
 
 def _moments(config: RunConfig) -> tuple[str, str]:

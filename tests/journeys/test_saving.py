@@ -82,6 +82,8 @@ def test_a_writer_that_dies_stops_the_run_or_costs_one_save(data, straight, tmp_
         assert "was killed (signal 9" in event["reason"] and event["reason"] in said
     saved = [e["step"] for e in records(run, "event") if e["event"] == "saved"]
     assert saved[-1] == 40 and len(saved) == 10 - len(failed)
+    longer = megafp8("pretrain", config, *overrides(**allowed | {"train__steps": 42}))
+    assert "resumed step=40" in longer.stderr  # also after the last save, which the end of the run waited for
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -94,6 +95,9 @@ def test_nothing_is_said_or_seen_before_the_commit(tmp_path, caplog, monkeypatch
             assert made.poll() is None and made.busy
             time.sleep(0.01)
         assert checkpoint.latest(tmp_path).name == "step_00000001"
+        target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+        path, _ = checkpoint.load_newest(tmp_path, target, {}, MESH)  # a load meanwhile sees what is committed
+        assert path.name == "step_00000001" and torch.equal(target["weight"], state()["weight"])
         assert "saved" not in caplog.text and "being written" in caplog.text
         os.kill(pid_of(made), signal.SIGCONT)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -102,7 +106,15 @@ def test_nothing_is_said_or_seen_before_the_commit(tmp_path, caplog, monkeypatch
         assert "checkpoint saved step=2" in caplog.text and "MB_per_second" in caplog.text
 
 
-@pytest.mark.parametrize("fault", ["killed", "hung", "folder gone"])
+FAULTS = {
+    "killed": (CheckpointError, "signal 9"),
+    "hung": (CheckpointError, "nothing for 0 s"),
+    "folder gone": (CheckpointError, "not seen by every rank"),
+    "write refused": (ResourceError, "piece_00000_00.safetensors|File too large"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_is_raised_and_the_next_save_is_a_new_attempt(tmp_path, fault):
     with saver(tmp_path) as made:
         made.begin(1, state(), {}, {})
@@ -113,12 +125,15 @@ def test_a_failure_is_raised_and_the_next_save_is_a_new_attempt(tmp_path, fault)
             os.kill(pid_of(made), signal.SIGKILL)
         elif fault == "hung":
             made.staging._patience = 0.2
+        elif fault == "write refused":  # by the system, in the middle of a file, as by a disk that is full
+            resource.prlimit(pid_of(made), resource.RLIMIT_FSIZE, (10_000, 10_000))
+            os.kill(pid_of(made), signal.SIGCONT)
         else:
             (temporary,) = (p for p in tmp_path.iterdir() if p.name.startswith(".step_00000002"))
             temporary.rmdir()
             os.kill(pid_of(made), signal.SIGCONT)
-        message = {"killed": "signal 9", "hung": "nothing for 0 s", "folder gone": "not seen by every rank"}[fault]
-        with pytest.raises(CheckpointError, match=f"step 2 was not saved: rank 0: .*{message}"):
+        kind, message = FAULTS[fault]
+        with pytest.raises(kind, match=f"step 2 was not saved: rank 0: .*({message})"):
             made.wait()
         assert not made.busy and [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
         made.staging._patience = 60.0

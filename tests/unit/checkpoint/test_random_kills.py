@@ -63,6 +63,8 @@ def test_random_kills(tmp_path, mode):
         process = context.Process(target=trainer, args=(str(tmp_path), mode, theirs), daemon=True)
         process.start()
         pid = ours.recv()  # it has begun
+        while mode == "background" and pid < 0:  # and its writer has
+            pid = ours.recv()
         time.sleep(random_.uniform(0, 0.3))
         while ours.poll():
             pid = ours.recv()

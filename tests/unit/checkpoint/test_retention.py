@@ -44,6 +44,16 @@ def test_broken_ones_do_not_count_as_the_last(tmp_path):
     assert steps(tmp_path) == [2, 3] and checkpoint.latest(tmp_path).name == "step_00000002"
 
 
+def test_what_an_earlier_attempt_has_saved_counts_too(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "step_12.old").mkdir()
+    for step in (*range(10, 50, 10), 50, 60):  # the second attempt knows of the first one's only what is on disk
+        save(tmp_path, step)
+        checkpoint.prune(tmp_path, CheckpointConfig(keep_last=2, keep_every=30))
+    assert steps(tmp_path) == [30, 50, 60]
+    assert (tmp_path / "mine").is_dir() and (tmp_path / "step_12.old").is_dir()
+
+
 def test_keeping_none_cannot_be_asked_for():
     with pytest.raises(ConfigError, match="keep_last"):
         build(CheckpointConfig, {"keep_last": 0})
