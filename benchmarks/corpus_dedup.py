@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megafp8.corpus.compressed import InputStream
-from megafp8.corpus.dedup import passes, records
+from megafp8.corpus.dedup import passes
 from megafp8.corpus.dedup.components import find_links
 from megafp8.corpus.dedup.exact import Exact
 from megafp8.corpus.dedup.minhash import MinHash
@@ -63,11 +63,11 @@ def measure(step: Any, texts: Sequence[str], num_bytes: int, folder: Path) -> fl
     """All passes of one kind of duplicate; returns MB a CPU second of signatures."""
     shards = [texts[at : at + _SHARD] for at in range(0, len(texts), _SHARD)]
     signed = [folder / f"signed{at}.npy" for at in range(len(shards))]
-    seconds, found = timed(lambda: [passes.signatures(step, shard) for shard in shards])
-    print(f"{step.name}: {sum(map(len, found)):,} records")
+    seconds, counts = timed(
+        lambda: [passes.write_signatures(step, shard, path, _MEMORY) for shard, path in zip(shards, signed)]
+    )
+    print(f"{step.name}: {sum(counts):,} records")
     rate = report("signatures", seconds, len(texts), num_bytes)
-    for path, some in zip(signed, found):
-        records.save(path, some)
 
     def rest() -> int:
         groups = passes.groups([path.stat().st_size for path in signed], _MEMORY)

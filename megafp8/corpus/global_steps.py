@@ -55,13 +55,14 @@ def deduplicate(
     kind = segment.global_step["kind"]
     order = sorted(range(len(views)), key=lambda at: not views[at].held_out)  # stable
     views = [views[at] for at in order]
-    tasks = [Task("signatures", v.part.path, {"step": step}, v.inputs, num_bytes=v.text_bytes) for v in views]
+    hints = {"memory_bytes": memory}
+    tasks = [Task("signatures", v.part.path, {"step": step}, v.inputs, hints, v.text_bytes) for v in views]
     signed = _run(run, f"{kind}: signatures", tasks)
     records = [task.output(record, signatures_stage.RECORDS) for task, record in signed]
     names = [task.output(record, signatures_stage.NAMES) for task, record in signed]
     edges = _edges(run, kind, records, memory)
     made = make_step(segment.global_step)
-    values, hints = {"num_edges": len(edges), "unit": made.unit}, {"memory_bytes": memory}
+    values = {"num_edges": len(edges), "unit": made.unit}
     ((task, record),) = _run(
         run, f"{kind}: links", [Task("links", kind, values, (*edges, *names), hints, _size(edges))]
     )

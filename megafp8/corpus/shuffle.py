@@ -21,6 +21,7 @@ CHUNK = 1 << 21  # tokens moved at once, or one document if it has more
 _ROUNDS = 8
 _MAX_BUCKETS = 256  # two open files each
 _SHARE = 4  # a bucket is this part of the memory: its ids, places, lengths, and what moving them takes
+_DOCUMENT_BYTES = 24  # of a document besides its ids: place, length, and where it begins
 
 
 def shuffle_keys(seed: int, split: str) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ class Shuffle:
         self, folder: Path, documents: int, num_bytes: int, dtype: np.dtype, keys: tuple[int, ...], memory_bytes: int
     ) -> None:
         self._folder, self._size, self._dtype, self._keys = folder, documents, dtype, keys
-        self.num_buckets = min(_MAX_BUCKETS, max(1, -(-_SHARE * num_bytes // memory_bytes)))
+        total = num_bytes + _DOCUMENT_BYTES * documents
+        self.num_buckets = min(_MAX_BUCKETS, max(1, -(-_SHARE * total // memory_bytes)))
         self._width = max(1, -(-documents // self.num_buckets))  # places in a bucket
         self._next = 0
         folder.mkdir()

@@ -54,9 +54,7 @@ def sample(stages: StageRun, views: Sequence[View], config: CorpusConfig) -> tup
     return tasks, records
 
 
-def _more(
-    name: str, shares: Mapping[str, float], wanted: Mapping[str, int], sums: Mapping[str, Counter[str]]
-) -> float:
+def _more(name: str, shares: Mapping[str, float], wanted: Mapping[str, int], sums: Mapping[str, Counter[str]]) -> float:
     """The share of a group to try next; as before if it is enough."""
     if sums["sample_bytes"][name] >= wanted[name] or not sums["train_bytes"][name]:
         return shares[name]

@@ -12,6 +12,7 @@ it. Of each component the first document (smallest shard, then row) is kept.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -48,19 +49,58 @@ class GlobalStep(Protocol):
         """Records of texts whose units are numbered from `first` on, and the number behind the last."""
 
 
-def signatures(step: GlobalStep, texts: Iterable[str]) -> np.ndarray:
-    """Sorted records of one shard's texts, in the order of its rows; memory grows with the shard.
+def write_signatures(step: GlobalStep, texts: Iterable[str], path: Path, memory_bytes: int) -> int:
+    """Sorted records of one shard's texts, numbered in the order of its rows, to a file; how many.
+
+    What does not fit into the memory is sorted in runs on disk and merged by ranges of keys. A single key's records are
+    always taken together.
 
     Raises:
         ValueError: more than 2^32 units.
     """
-    pieces, first = [], 0
+    runs: list[Path] = []
+    scratch = path.with_name(f".{path.name}.runs")
+    scratch.mkdir()
+    try:
+        for some in _sorted_runs(step, texts, memory_bytes):
+            runs.append(scratch / f"{len(runs)}.npy")
+            rec.save(runs[-1], some)
+            del some
+        return _merge(runs, step.dtype, path, memory_bytes)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _sorted_runs(step: GlobalStep, texts: Iterable[str], memory_bytes: int) -> Iterator[np.ndarray]:
+    pieces: list[np.ndarray] = []
+    first = size = 0
     for batch in _batches(texts):
         some, first = step.records(batch, first)
         pieces.append(some)
+        size += some.nbytes
+        if size * COPIES > memory_bytes:
+            yield rec.sort_records(rec.joined(pieces, step.dtype))
+            pieces, size = [], 0
     if first > rec.MAX_ROWS:
         raise ValueError(f"a shard of {first} {step.unit}s: at most 2^{rec.ROW_BITS}; make shards smaller")
-    return rec.sort_records(rec.joined(pieces, step.dtype))
+    if pieces:
+        yield rec.sort_records(rec.joined(pieces, step.dtype))
+
+
+def _merge(runs: Sequence[Path], dtype: np.dtype, path: Path, memory_bytes: int) -> int:
+    if len(runs) == 1:
+        runs[0].rename(path)
+        return len(rec.load(path))
+    total = sum(len(rec.load(run)) for run in runs)
+    count = num_ranges(total * dtype.itemsize, memory_bytes)
+
+    def pieces() -> Iterator[np.ndarray]:
+        for at in range(count):
+            low, high = key_range(at, count)
+            yield rec.sort_records(rec.joined([rec.range_of(run, "key", low, high) for run in runs], dtype))
+
+    rec.save_pieces(path, pieces(), dtype, total)
+    return total
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

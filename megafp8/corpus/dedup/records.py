@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +93,20 @@ def least_edges(edges: np.ndarray) -> np.ndarray:
 
 def save(path: Path, records: np.ndarray) -> None:
     """Write a `.npy` file under a temporary name and rename it when its bytes are safe."""
+    save_pieces(path, [records], records.dtype, len(records))
+
+
+def save_pieces(path: Path, pieces: Iterable[np.ndarray], dtype: np.dtype, count: int) -> None:
+    """The same of one array that comes in pieces, `count` values in all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            np.lib.format.write_array(file, np.ascontiguousarray(records), version=(1, 0), allow_pickle=False)
+            descr = np.lib.format.dtype_to_descr(dtype)
+            np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (count,)})
+            for some in pieces:
+                file.write(np.ascontiguousarray(some).view(np.uint8).data)
+                count -= len(some)
+            assert not count, "pieces do not add up"
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megafp8.corpus.dedup import passes, records
+from megafp8.corpus.dedup import passes
 from megafp8.corpus.dedup.components import find_links
 
 
@@ -25,7 +25,7 @@ def drop_lists(
     folder.mkdir(parents=True, exist_ok=True)
     signed = [folder / f"signed{at}.npy" for at in range(len(shards))]
     for at in shuffled(range(len(shards))):
-        records.save(signed[at], passes.signatures(step, shards[at]))
+        passes.write_signatures(step, shards[at], signed[at], memory_bytes)
     groups = passes.groups([path.stat().st_size for path in signed], memory_bytes)
     runs = [folder / f"run{at}.npy" for at in range(len(groups))]
     edges = [folder / f"edges{at}.npy" for at in range(len(groups))]

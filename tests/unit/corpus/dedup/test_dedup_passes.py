@@ -86,9 +86,26 @@ def test_exact_duplicates_are_those_of_a_dictionary(tmp_path: Path) -> None:
 
 def test_signatures_stay_valid_when_shards_are_added_in_front(tmp_path: Path) -> None:
     texts = corpus(60)
-    again = passes.signatures(MinHash(), texts)
-    assert (again == passes.signatures(MinHash(), iter(texts))).all()
-    assert int(again["document"].max()) == 59 and (np.diff(again["key"].astype(object)) >= 0).all()
+    assert passes.write_signatures(MinHash(), iter(texts), tmp_path / "s.npy", 64 * MB) == 60 * 14
+    found = np.load(tmp_path / "s.npy")
+    assert int(found["document"].max()) == 59 and (np.diff(found["key"].astype(object)) >= 0).all()
+
+
+@pytest.mark.parametrize("step", [Exact(), MinHash()])
+def test_signatures_are_the_same_in_any_memory_and_stay_within_it(step: Any, tmp_path: Path) -> None:
+    texts = [f"a text of few words, number {i % 9000}" for i in range(10_000)]  # 2.2 MB of MinHash records
+    record_bytes = step.dtype.itemsize * len(texts) * (14 if isinstance(step, MinHash) else 1)
+
+    def peak(name: str, memory: int) -> int:
+        return peak_of(lambda: passes.write_signatures(step, iter(texts), tmp_path / name, memory))
+
+    count = passes.write_signatures(step, iter(texts), tmp_path / "at once.npy", 1 << 30)
+    assert count * step.dtype.itemsize == record_bytes
+    batch = peak_of(lambda: step.records(texts[:256], 0))
+    limit = record_bytes // 2  # while records are sorted five times their bytes are held: ten runs
+    assert peak("limited.npy", limit) <= limit + 2 * batch
+    assert (tmp_path / "limited.npy").read_bytes() == (tmp_path / "at once.npy").read_bytes()
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("dtype", [records.BAND, records.TEXT])
