@@ -91,8 +91,8 @@ def _tasks(args: argparse.Namespace) -> int:
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float) and "_stderr" not in name:
-                error = metrics.get(name.replace(",", "_stderr,", 1), "")
-                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                deviation = metrics.get(name.replace(",", "_stderr,", 1), "")
+                spread = f" ± {deviation:.4f}" if isinstance(deviation, float) else ""
                 print(f"{task:30} {name.split(',')[0]:20} {value:.4f}{spread}")
     if args.save is not None:
         _keep_tasks(loaded.path, args.save, {**found, "recipe": args.recipe, "dtype": args.dtype})

@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 _NEW_TOKENS = 256  # where a task does not say how many, as in the harness's own adapter
 
 
-class HarnessModel(TemplateLM):  # type: ignore[misc]
+class HarnessModel(TemplateLM):
     """A loaded model as lm-eval asks for one. With tensor parallelism every rank runs it alike."""
 
     def __init__(self, loaded: Loaded, *, batch: int = 8, quiet: bool = False) -> None:
