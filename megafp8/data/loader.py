@@ -18,6 +18,8 @@ from megafp8.data.config import DataConfig, DatasetConfig
 
 IGNORED = -100  # a target without loss
 
+Skips = tuple[tuple[int, int], ...]  # (at, samples): before the run's sample `at`, so many of the source are left out
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -92,6 +94,7 @@ class Loader:
         self.dp_rank, self.dp_size, self.consumed_samples = dp_rank, dp_size, consumed_samples
         self.eod_id, self.document_mask, self.mask_eod_loss = eod_id, document_mask, mask_eod_loss
         self.vocab_size = vocab_size
+        self.skips: Skips = ()
 
     @property
     def global_batch(self) -> int:
@@ -108,9 +111,14 @@ class Loader:
         global_batch, batches = self.global_batch, []
         for number in range(self.num_micro_batches):
             start = self.consumed_samples + (number * self.dp_size + self.dp_rank) * self.micro_batch
-            batches.append(self.batch(np.arange(start, start + self.micro_batch, dtype=np.int64)))
+            batches.append(self.batch(self.numbers(start, start + self.micro_batch)))
         self.consumed_samples += global_batch
         return batches
+
+    def numbers(self, start: int, stop: int) -> np.ndarray:
+        """The source's numbers (int64) of the run's samples [start, stop): the same but for what `skips` leaves out."""
+        own = np.arange(start, stop, dtype=np.int64)
+        return own + sum((np.where(own >= at, samples, 0) for at, samples in self.skips), np.zeros_like(own))
 
     def batch(self, sample_ids: np.ndarray) -> Batch:
         """The samples of these numbers (int64) as one micro-batch; `consumed_samples` stays.

@@ -35,3 +35,32 @@ class GuardSection:
     straggler_ratio: Annotated[
         float, Field(gt=1, description="times the median of the other ranks, from which one counts as slow")
     ] = 2.0
+    spike_factor: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="a loss above the median of the last ones by so many times their spread (1.48 median "
+            "absolute deviations) is a spike; 0 = not looked for",
+        ),
+    ] = 0.0
+    spike_window: Annotated[
+        int, Field(ge=4, description="losses that make that median; looked for from half of them on")
+    ] = 50
+    spike_action: Annotated[
+        Literal["report", "skip", "rewind", "stop"],
+        Field(
+            description="what becomes of the step: taken and reported; not taken; undone back to the newest "
+            "checkpoint, its samples and those before left out; or the run ends with code 5"
+        ),
+    ] = "skip"
+    spike_skip_steps: Annotated[
+        int, Field(gt=0, description="rewind: of so many steps, up to the spike, the samples are left out")
+    ] = 10
+    max_spikes: Annotated[int, Field(ge=0, description="in a row that may be skipped")] = 5
+    max_rewinds: Annotated[int, Field(ge=0, description="in a run")] = 3
+    rerun_suspicious: Annotated[
+        bool, Field(description="compute the step of a spike again: another result is a fault of the hardware")
+    ] = False
+    rerun_interval: Annotated[
+        int, Field(ge=0, description="steps between steps that are computed twice and compared; 0 = never")
+    ] = 0

@@ -15,9 +15,10 @@ import torch
 
 from megafp8.checkpoint.folders import step_of
 from megafp8.core import log
-from megafp8.core.errors import EXIT_OK
+from megafp8.core.errors import EXIT_OK, NumericsError
 from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
+from megafp8.data.loader import Loader
 from megafp8.fp8 import stats
 from megafp8.fp8.recipe import recipe as fp8_recipe
 from megafp8.models.cost import flops_per_token
@@ -33,9 +34,11 @@ from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.progress import StepBar
 from megafp8.train.replicas import check_replicas, is_due
+from megafp8.train.rewinds import extended, read_skips, write_skips
 from megafp8.train.saving import Saving
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
+from megafp8.train.spikes import StepJudge
 from megafp8.train.state import load_newest_run
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.stopping import Stops, count_idle_stops, exit_code, stopped_before
@@ -113,6 +116,10 @@ class Run:
     def __post_init__(self) -> None:
         config, parts = self.parts.config, self.parts
         self.rank0 = parts.mesh.rank == 0
+        assert isinstance(parts.loader, Loader), "a run reads its corpus"
+        self.loader = parts.loader
+        self.judge = StepJudge(parts)
+        self.starts: deque[int] = deque(maxlen=config.guard.spike_skip_steps)  # the last steps' first samples
         self.moe_layers = [i for i in range(config.model.num_layers) if config.model.moe.is_moe_layer(i)]
         self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
         self.evaluate = Evaluator(parts)
@@ -136,20 +143,29 @@ class Run:
     def _resume(self) -> None:
         config, parts = self.parts.config, self.parts
         found = load_newest_run(parts)
+        self.loader.skips = read_skips(config.dir, found and found[1], parts.mesh)
         if found is not None:
             self.saved, self.step = found[0], found[1]["step"]
         elif (begun := begin_from(parts, self.open_foreign)) is not None:
             self.step = begun[1]["step"]
-        self.first_step, due = self.step, torch.zeros(1)
+        self.first_step, due, totals = self.step, torch.zeros(1), metrics.Totals()
         if self.rank0:
-            totals = metrics.rewind(config.dir / "metrics.jsonl", self.step)
+            totals = metrics.rewind(config.dir / "metrics.jsonl", self.step, num_losses=config.guard.spike_window)
             due += found is not None and folder.evaluation_due(config, self.step)
-            self.run_seconds, self.productive_seconds = totals["run_seconds"], totals["productive_seconds"]
+            self.run_seconds = totals.run_seconds
             write_facts(parts, self.peak)
             folder.keep_tokenizer(config)
+        self._go_on_from(totals)
         self.evaluation_due = bool(all_reduce_(due, parts.mesh.group_of(RANK_ORDER), "max").item())
         if found is not None:
             event(logger, "resumed", step=self.step, checkpoint=str(self.saved))
+
+    def _go_on_from(self, totals: metrics.Totals) -> None:
+        """Take up what rank 0 has read of the steps so far; collective."""
+        known = {"totals": totals} if self.rank0 else {}
+        totals = merge_dicts(known, self.parts.mesh.group_of(RANK_ORDER))["totals"]
+        self.productive_seconds = totals.productive_seconds
+        self.judge.losses.restart(totals.losses)
 
     def go(self) -> RunResult:
         """Take all steps that are left."""
@@ -183,7 +199,8 @@ class Run:
             stats.arm(parts.fp8_states.values(), modules=config.log.fp8_modules, what_if=self.what_if)
         self.stragglers.begin(self.step)
         start = time.perf_counter()
-        result = train_step(parts, self.step, rate)
+        self.starts.append(parts.loader.consumed_samples)
+        result = train_step(parts, self.step, rate, self.judge)
         seconds = time.perf_counter() - start
         self.loss = result.loss
         self._write_step(result, rate, seconds)
@@ -198,6 +215,8 @@ class Run:
                 self.writer.write("fp8", self.step, stats=found, **self.gemm_counts)
         self._guard(result)
         self._report_stragglers()
+        if self.judge.spiked and result.finite and self._spiked(result):
+            return
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
             self._evaluate()
@@ -205,6 +224,46 @@ class Run:
             saves=last or (config.checkpoint.interval > 0 and self.step % config.checkpoint.interval == 0)
         )
         self.saving.step_done(self.step, self._progress())
+
+    def _spiked(self, result: StepResult) -> bool:
+        """After a loss that jumped; whether the run stands at another step now."""
+        guard = self.parts.config.guard
+        values: dict[str, Any] = {"loss": result.loss, "limit": self.judge.limit, "action": guard.spike_action}
+        event(logger, "loss spike", level=logging.WARNING, step=self.step, **values)
+        self.writer.write("event", self.step, event="spike", **values)
+        if guard.spike_action == "rewind":
+            return self._rewind(result)
+        if not result.taken:
+            self.judge.refuse(self.step, result.loss, guard)
+        return False
+
+    def _rewind(self, result: StepResult) -> bool:
+        """Back to the newest checkpoint, without the samples of the last steps; False where there is none."""
+        guard, folder_ = self.parts.config.guard, self.parts.config.dir
+        if len(self.loader.skips) >= guard.max_rewinds:
+            raise NumericsError(
+                f"step {self.step}: loss {result.loss:.6g} jumped, after {guard.max_rewinds} rewinds "
+                "(guard.max_rewinds); nothing was saved after it: lower optimizer.lr, or raise guard.max_rewinds"
+            )
+        self.saving.settle()
+        begin, end = self.starts[0], self.loader.consumed_samples
+        found = load_newest_run(self.parts)
+        if found is None:
+            self.judge.refuse(self.step, result.loss, guard)
+            return False
+        spike, self.step = self.step, found[1]["step"]
+        begin = max(begin, found[1]["consumed_samples"])
+        source = self.loader.numbers(begin, end)
+        self.loader.skips = extended(self.loader.skips, begin, end)
+        if self.rank0:
+            write_skips(folder_, self.loader.skips)
+        self._go_on_from(self.writer.rewind(self.step, num_losses=guard.spike_window))
+        self.starts.clear()
+        left_out = f"{source[0]}..{source[-1]}"
+        event(logger, "rewound", level=logging.WARNING, step=self.step, spike_at=spike, samples_left_out=left_out)
+        where = {"spike_at": spike, "samples_left_out": [int(source[0]), int(source[-1])]}
+        self.writer.write("event", self.step, event="rewound", **where)
+        return True
 
     def _report_stragglers(self) -> None:
         found, gone = self.stragglers.end(self.step)
@@ -238,7 +297,7 @@ class Run:
 
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts
-        self.productive_seconds += seconds if result.finite else 0.0
+        self.productive_seconds += seconds if result.taken else 0.0
         self.recent.append(seconds / result.num_sequences)
         tokens = result.num_sequences * config.data.sequence_length
         per_rank = tokens / seconds / parts.mesh.world
@@ -266,6 +325,8 @@ class Run:
             "run_seconds": elapsed,
             "productive_seconds": self.productive_seconds,
             "goodput": min(1.0, self.productive_seconds / elapsed),
+            **({} if result.taken else {"taken": False}),
+            **({"spike": True} if self.judge.spiked else {}),
         }
         self.writer.write("train", self.step, **record)
         if self.step % config.log.interval == 0 or self.step in (1, config.train.steps):
@@ -306,7 +367,7 @@ class Run:
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself."""
-        return {"productive_seconds": self.productive_seconds}
+        return {"productive_seconds": self.productive_seconds, "skipped_samples": self.loader.skips}
 
     def _stopped(self, reason: str) -> RunResult:
         if self.step > self.first_step or self.saved is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +44,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def rewind(path: Path, step: int) -> dict[str, float]:
-    """Drop train, eval and fp8 records of steps after `step`, which a resumed run does again.
+@dataclass(frozen=True)
+class Totals:
+    """What a run has done so far: seconds of all attempts, those of the steps kept, (step, loss) of the last taken."""
 
-    Returns:
-        seconds so far of all attempts ("run_seconds") and those of the steps kept ("productive_seconds").
-    """
+    run_seconds: float = 0.0
+    productive_seconds: float = 0.0
+    losses: tuple[tuple[int, float], ...] = ()
+
+
+def rewind(path: Path, step: int, *, num_losses: int = 0) -> Totals:
+    """Drop train, eval and fp8 records of steps after `step`, which a resumed run does again."""
     records = read_lines(path)
     train = [r for r in records if r.get("kind") == "train"]
     kept = [r for r in train if r["step"] <= step]
-    totals = {
-        "run_seconds": max((r.get("run_seconds", 0.0) for r in train), default=0.0),
-        "productive_seconds": max((r.get("productive_seconds", 0.0) for r in kept), default=0.0),
-    }
+    taken = [
+        (r["step"], r["loss"]) for r in kept if r.get("taken", True) and not r.get("spike") and math.isfinite(r["loss"])
+    ]
+    totals = Totals(
+        max((r.get("run_seconds", 0.0) for r in train), default=0.0),
+        max((r.get("productive_seconds", 0.0) for r in kept), default=0.0),
+        tuple(taken[len(taken) - num_losses :] if num_losses else ()),
+    )
     keep = [r for r in records if r.get("kind") == "event" or r.get("step", 0) <= step]
     write_atomic(path, b"".join(json.dumps(r).encode() + b"\n" for r in keep))
     return totals
@@ -105,6 +116,16 @@ class MetricsWriter:
             for name, value in fields.get("stats", {}).items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def rewind(self, step: int, *, num_losses: int) -> Totals:
+        """Drop what belongs to steps after `step`, in a run that goes on from there; see `rewind`."""
+        if self._file is None:
+            return Totals()
+        self.flush()
+        self._file.close()
+        totals = rewind(self._path, step, num_losses=num_losses)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - until close()
+        return totals
 
     def flush(self) -> None:
         """Make everything written so far durable; called before a checkpoint commits."""

@@ -27,7 +27,8 @@ from megafp8.train.setup import Parts
 class StepResult:
     """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, targets, sequences.
 
-    `origin`: where a step that is not finite broke; None where it did not do so again.
+    `origin`: where a step that is not finite broke; None where it did not do so again. `own_loss`: this rank's part of
+    the summed loss. `taken`: whether the optimizer took it.
     """
 
     loss: float
@@ -36,37 +37,58 @@ class StepResult:
     num_sequences: int
     finite: bool
     origin: Finding | None = None
+    own_loss: float = 0.0
+    taken: bool = True
+
+
+Judge = Callable[[int, StepResult, Callable[[], StepResult]], StepResult | None]
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What `gradients` leaves beside every `param.main_grad`, equal on all ranks."""
+    """What `gradients` leaves beside every `param.main_grad`, equal on all ranks but `own_loss`."""
 
     loss: torch.Tensor
     target_tokens: int
     num_sequences: int
+    own_loss: float
 
 
-def train_step(parts: Parts, step: int, learning_rate: float) -> StepResult:
-    """Take one optimizer step; skipped on every rank alike, without a trace, if loss or gradient is not finite."""
+def train_step(parts: Parts, step: int, learning_rate: float, judge: Judge | None = None) -> StepResult:
+    """Take one optimizer step; skipped on every rank alike, without a trace, if loss or gradient is not finite.
+
+    `judge` looks at a finite result before it is taken, may have it computed again, and gives the one to take, or None.
+    """
     batches = next_batches(parts)
     before = Before(parts.fp8_states.values())
-    found = gradients(parts, step, batches)
-    norm = grad_norm(parts.named_parameters, parts.mesh)
-    result = StepResult(
-        float(found.loss),
-        norm.value,
-        found.target_tokens,
-        found.num_sequences,
-        finite=norm.finite and bool(torch.isfinite(found.loss)),
-    )
+    result = _computed(parts, step, batches)
     if not result.finite:
-        return replace(result, origin=_origin(parts, step, batches, before))
-    parts.optimizer.step(learning_rate, grad_scale=clip_scale(norm.value, parts.config.optimizer.clip_grad))
+        return replace(result, taken=False, origin=_origin(parts, step, batches, before))
+    if judge is not None:
+
+        def again() -> StepResult:
+            before.restore()
+            return _computed(parts, step, batches)
+
+        judged = judge(step, result, again)
+        if judged is None:
+            before.restore()
+            return replace(result, taken=False)
+        result = judged
+    parts.optimizer.step(learning_rate, grad_scale=clip_scale(result.grad_norm, parts.config.optimizer.clip_grad))
     update_balance(parts.routers, parts.mesh)
     for state in parts.fp8_states.values():
         state.drop_weight_cache()
     return result
+
+
+def _computed(parts: Parts, step: int, batches: list[Batch]) -> StepResult:
+    found = gradients(parts, step, batches)
+    norm = grad_norm(parts.named_parameters, parts.mesh)
+    finite = norm.finite and bool(torch.isfinite(found.loss))
+    return StepResult(
+        float(found.loss), norm.value, found.target_tokens, found.num_sequences, finite, own_loss=found.own_loss
+    )
 
 
 def _origin(parts: Parts, step: int, batches: list[Batch], before: Before) -> Finding | None:
@@ -105,9 +127,9 @@ def gradients(parts: Parts, step: int, batches: list[Batch] | None = None, watch
     passes = Passes(parts, batches, step, scale=1.0 / target_tokens, watch=watch)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
     parts.buckets.finish()
-    loss = passes.loss_sum() / target_tokens
-    all_reduce_(loss, parts.mesh.group_of(("pp", "dp", "cp")))
-    return Gradients(loss, target_tokens, passes.num_sequences)
+    own = passes.loss_sum()
+    loss = all_reduce_(own / target_tokens, parts.mesh.group_of(("pp", "dp", "cp")))
+    return Gradients(loss, target_tokens, passes.num_sequences, float(own))
 
 
 def wire_of(parts: Parts, batch: Batch) -> Wire:

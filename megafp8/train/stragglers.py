@@ -19,7 +19,8 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import RANK_ORDER
 
 logger = get_logger(__name__)
-_IN_A_ROW = 2  # comparisons that must find the same rank: one alone may have met a neighbour's burst
+_IN_A_ROW = 3  # comparisons that must find the same rank: one or two may have met a neighbour's burst
+_LEAST_SECONDS = 0.005  # what a step must lose by it: below, the operating system's own turns look like a slow rank
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def slow_ranks(busy: Sequence[float], stages: Sequence[int], ratio: float) -> di
     found = {}
     for rank, seconds in enumerate(busy):
         others = [busy[other] for other in range(len(busy)) if other != rank and stages[other] == stages[rank]]
-        if others and (typical := statistics.median(others)) > 0 and seconds > ratio * typical:
+        if others and seconds > max(ratio * (typical := statistics.median(others)), typical + _LEAST_SECONDS):
             found[rank] = typical
     return found
 

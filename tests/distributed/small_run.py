@@ -35,6 +35,7 @@ def run_config(**sections: Any) -> RunConfig:
         "optimizer": {"lr": 1e-2, "min_lr": 0.0, "clip_grad": 1.0, "schedule": "constant"},
         "precision": {"dtype": "fp64"},
         "parallel": {},
+        "guard": {},
     }
     return build(RunConfig, {name: base.get(name, {}) | sections.get(name, {}) for name in {**base, **sections}})
 

@@ -111,12 +111,12 @@ def test_rewind_keeps_one_record_a_step_and_all_seconds(tmp_path):
     ]
     lines.insert(2, {"kind": "event", "step": 9, "event": "saved"})
     path.write_bytes(b"\n".join(json.dumps(x).encode() for x in lines) + b'\n{"kind": "train", "st')
-    totals = metrics.rewind(path, 2)
-    assert totals == {"run_seconds": 8.0, "productive_seconds": 2.0}
+    totals = metrics.rewind(path, 2, num_losses=1)
+    assert totals == metrics.Totals(8.0, 2.0, ((2, 1.0),))
     kept = metrics.read_lines(path)
     assert [r["step"] for r in kept if r["kind"] == "train"] == [1, 2]
     assert [r["step"] for r in kept if r["kind"] == "event"] == [9]
-    assert metrics.rewind(tmp_path / "none.jsonl", 0) == {"run_seconds": 0.0, "productive_seconds": 0.0}
+    assert metrics.rewind(tmp_path / "none.jsonl", 0) == metrics.Totals()
 
 
 def test_the_console_line_keeps_megatrons_order():
