@@ -132,3 +132,28 @@ def test_a_mismatch_is_the_same_line_on_all_ranks(tmp_path):
     path = run_ranks(_save, 2, str(tmp_path), 2)[0]
     first, second = run_ranks(_other_shape, 2, path)
     assert first == second and "rows has shape (10, 6) here, (8, 6) there" in first
+
+
+def passed_over(rank: int, world: int, root: str) -> str:
+    """The folder that every rank has loaded when the newest two are damaged."""
+    mesh = build_mesh(ParallelConfig(dp=2), world)
+    target = {"w": torch.zeros(6)}
+    for step in (1, 2, 3):
+        checkpoint.save(root, step, {"w": torch.full((6,), float(step))}, {}, mesh, {"step": step})
+    if rank == 0:
+        for step in (2, 3):
+            piece = next(Path(f"{root}/step_{step:08d}").glob("*.safetensors"))
+            data = bytearray(piece.read_bytes())
+            data[-3] ^= 8
+            piece.write_bytes(data)
+    torch.distributed.barrier()
+    found = checkpoint.load_newest(root, target, {}, mesh)
+    assert found is not None and torch.equal(target["w"], torch.ones(6))
+    return found[0].name
+
+
+def test_all_ranks_pass_over_the_same_damage_and_one_sets_it_aside(tmp_path):
+    assert run_ranks(passed_over, 2, str(tmp_path)) == ["step_00000001"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_00000001", "step_00000002.damaged-1", "step_00000003.damaged-1"
+    ]  # fmt: skip

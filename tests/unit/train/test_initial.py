@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.core.errors import CheckpointError, ConfigError
-from megafp8.train.config import RunConfig
+from megafp8.train.config import RunConfig, schedule_of
 from megafp8.train.initial import begin_from
 from megafp8.train.load_check import refuse_unfit
 from megafp8.train.setup import Parts, assemble, make_mesh
@@ -78,6 +78,12 @@ def test_with_the_optimizer_or_all_of_a_run(tmp_path, other):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in copies(parts).items())
     parts, found, _ = begun(tmp_path / "new", load_from=str(folder), load_what="run")
     assert found[1]["step"] == 3 and parts.loader.consumed_samples == 24 and parts.optimizer.step_count == 3
+    # a new run, so that what a resume refuses may differ here, the rate for one
+    optimizer = {"lr": 5e-3, "min_lr": 0.0}
+    from_there = {"load_from": str(folder), "load_what": "run"}
+    other_rate = parts_of(tmp_path / "rate", model={**MODEL, "moe": MOE}, optimizer=optimizer, checkpoint=from_there)
+    assert begin_from(other_rate)[1]["step"] == 3
+    assert schedule_of(other_rate.config)(step=4, consumed_samples=32) == 5e-3
     through = parts_of(folder, model={**MODEL, "moe": MOE})
     load_newest_run(through)
     assert train_step(parts, 4, 1e-2).loss == train_step(through, 4, 1e-2).loss
