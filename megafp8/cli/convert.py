@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megafp8.core.errors import ConfigError
+
 HELP = "convert a checkpoint to or from a Hugging Face folder, and verify what was written"
 EPILOG = """examples:
   megafp8 convert --to hf runs/tiny-fp8 exports/tiny-hf             newest complete checkpoint of a run, BF16
@@ -11,7 +13,8 @@ EPILOG = """examples:
   megafp8 convert --from hf ~/models/Llama-3-8B runs/init           weights only, for continued pretraining
 
 The result is written beside OUT and renamed when it is complete and verified: reloaded with transformers, logits and
-tokenizer ids compared with ours. Exit code 4 if they differ by more than rounding explains; then nothing is left."""
+tokenizer ids compared with ours. Exit code 4 if they differ by more than rounding explains; then nothing is left.
+A conversion that is interrupted goes on where it was when the same command is given again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (--to)")
     parser.add_argument("--tokenizer", metavar="PATH", help="(--to) its file, if it has moved since training")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads; 0: as many as cores, at most 8")
     parser.add_argument("--no-verify", action="store_true", help="do not reload and compare (needs no transformers)")
 
 
@@ -30,9 +34,19 @@ def run(args: argparse.Namespace) -> int:
     """Convert, and print what the comparison found."""
     from megafp8.convert.hf import from_hf, to_hf
 
+    if args.workers < 0:
+        raise ConfigError(f"--workers {args.workers}: at least one thread is needed; nearest: 1, or 0 for all cores")
     if args.source_format == "hf":
-        path = from_hf(args.source, args.out)
+        path = from_hf(args.source, args.out, workers=args.workers, say=print)
         print(f"{path}: written; weights only")
         return 0
-    to_hf(args.source, args.out, dtype=args.dtype, tokenizer=args.tokenizer, verify=not args.no_verify, say=print)
+    to_hf(
+        args.source,
+        args.out,
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        verify=not args.no_verify,
+        workers=args.workers,
+        say=print,
+    )
     return 0

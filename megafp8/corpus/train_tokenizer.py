@@ -22,6 +22,7 @@ from megafp8.core.errors import DataError
 from megafp8.corpus.config import TokenizerConfig
 from megafp8.corpus.documents import Document, text_hash
 from megafp8.corpus.language_groups import group_of
+from megafp8.corpus.round_scores import round_scores
 
 _RESERVED = {0: " ", 0x2585: " "}
 _SENTENCE_CHARACTERS = 16_384  # longer documents are cut at line ends: a "sentence" is what merges cannot cross
@@ -154,7 +155,7 @@ def train(sentences: Sentences, config: TokenizerConfig) -> bytes:
         )
     except RuntimeError as error:
         raise DataError(_explain(str(error), config.vocab_size)) from None
-    return out.getvalue()
+    return round_scores(out.getvalue()) if config.algorithm == "unigram" else out.getvalue()
 
 
 def _explain(message: str, vocab_size: int) -> str:

@@ -15,6 +15,7 @@ import transformers
 import zstandard
 
 from megafp8.convert.hf_tokenizer import write_tokenizer
+from megafp8.convert.verify_hf import _Ties
 from megafp8.corpus.config import TokenizerConfig
 from megafp8.corpus.train_tokenizer import Sentences, train
 from megafp8.data.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ def texts() -> tuple[list[str], list[str]]:
 
 def differing(path: Path, folder: Path, lines: list[str]) -> list[str]:
     folder.mkdir()
-    write_tokenizer(path, folder, max_length=4096)
+    write_tokenizer(path, folder, max_length=1 << 20)
     ours, theirs = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(folder)
     wanted = ours.encode_batch(lines)
     got = theirs(lines, add_special_tokens=False)["input_ids"]
@@ -73,7 +74,13 @@ def test_sentencepiece(tmp_path, texts, kind, normalizing):
     else:
         model = train(Sentences(sample), TokenizerConfig(algorithm=kind, vocab_size=8192))
     (tmp_path / "t.model").write_bytes(model)
-    assert differing(tmp_path / "t.model", tmp_path / "hf", lines) == []
+    found = differing(tmp_path / "t.model", tmp_path / "hf", lines)
+    if kind == "unigram" and normalizing:  # scores on no grid: rounding decides among what is as likely
+        ties = _Ties(tmp_path / "t.model")
+        ours, theirs = load_tokenizer(tmp_path / "t.model"), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+        assert len(found) < 20 and all(ties.hold(ours.encode(line), theirs(line)["input_ids"]) for line in found)
+    else:
+        assert found == []
 
 
 def test_hugging_face(tmp_path, texts):

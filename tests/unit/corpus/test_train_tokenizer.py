@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from megafp8.core.errors import DataError
 from megafp8.corpus.config import SourceConfig, TokenizerConfig
 from megafp8.corpus.documents import Bad, Document
+from megafp8.corpus.round_scores import GRID, round_scores
 from megafp8.corpus.run import preprocess
 from megafp8.corpus.stdlib_docs import StdlibSource
 from megafp8.corpus.train_tokenizer import Sentences, draw_sample, train
@@ -52,6 +54,18 @@ def test_reproducible_and_faithful(prose: list[str], load: Callable, algorithm: 
     ]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eod_id not in tokenizer.encode("</s><s><unk><pad>")
+
+
+def test_unigram_scores_add_up_exactly(prose: list[str]) -> None:
+    """In fp32 as in fp64, so that every program that reads the model segments alike."""
+    data = train(Sentences(prose[:20]), TokenizerConfig(vocab_size=1000, algorithm="unigram", train_bytes=100_000))
+    model = ModelProto.FromString(data)
+    scores = [piece.score for piece in model.pieces]
+    assert all(score / GRID == int(score / GRID) for score in scores) and len(set(scores)) > 100
+    assert round_scores(data) == data
+    for piece in model.pieces:
+        piece.score += GRID / 3
+    assert round_scores(model.SerializeToString()) == data  # nothing else is touched
 
 
 def test_white_space_has_pieces(prose: list[str], load: Callable) -> None:
