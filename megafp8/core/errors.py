@@ -79,3 +79,8 @@ class ResourceError(MegaError):
     """The machine refuses: disk full, no memory, no permission, no connection, a folder in use by another process."""
 
     exit_code = 6
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message that says anything, cut at 200 characters; else the name of its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

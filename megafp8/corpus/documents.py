@@ -16,6 +16,7 @@ import xxhash
 
 from megafp8.corpus.config import SourceConfig, SplitConfig
 
+SPLITS = ("train", "valid")
 _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"  # zero-width characters: a text of these alone has no content
 _SHOWN_KEYS = 8
 _EXCERPT_CHARACTERS = 120

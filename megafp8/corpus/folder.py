@@ -19,15 +19,17 @@ from typing import Any
 
 from megafp8.core.errors import DataError, ResourceError
 from megafp8.core.jsonio import read_json, resource_error
+from megafp8.core.log import event, get_logger
 from megafp8.corpus.compressed import InputStream
+from megafp8.corpus.documents import SPLITS
 from megafp8.corpus.readers import InputFile
 from megafp8.corpus.storage import place_of
 
+_log = get_logger(__name__)
 MANIFEST, TOKENIZER_INFO, STAGES = "manifest.json", "tokenizer_info.json", "stages"
 OWNER = f"{STAGES}/megafp8.json"  # says that the stages beside it are ours
 TOKENIZER, QUARANTINE, DROPPED = "tokenizer.model", "quarantine.jsonl", "dropped.jsonl.zst"
 FIGURES, REPORT = "figures.json", "report.html"
-SPLITS = ("train", "valid")
 
 
 @contextlib.contextmanager
@@ -45,11 +47,13 @@ def locked(folder: Path) -> Iterator[None]:
         raise resource_error(error, folder) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(handle)
         raise ResourceError(
             f"{folder}: another process is writing there; wait for it, or choose another folder"
         ) from None
+    except OSError as error:  # some network file systems; tasks bear it if they are run twice
+        event(_log, "no locks here: see to it that no second run writes there", level=30, folder=folder, because=error)
     try:
         yield
     finally:

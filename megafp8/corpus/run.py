@@ -23,6 +23,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus import tokenizer_check
 from megafp8.corpus.config import CorpusConfig
+from megafp8.corpus.documents import SPLITS
 from megafp8.corpus.figures import Figures
 from megafp8.corpus.global_steps import deduplicate, segments
 from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
@@ -292,21 +293,21 @@ class _Run:
     ) -> tuple[list[Task], list[dict[str, Any]]]:
         """One dataset a split."""
         tasks = []
-        for name in places.SPLITS:
+        for name in SPLITS:
             summary = self.totals.splits[name].summary()
             for own in ("documents", "tokens", "unigram_entropy_nats"):  # the writer says these itself
                 del summary[own]
             tasks.append(self.planner.write_task(pieces, name, tokenizer, summary))
         records = self.stages.run("writing", tasks)
         self.stages.stop_if_failed()
-        for name, record in zip(places.SPLITS, records):
+        for name, record in zip(SPLITS, records):
             self.totals.splits[name].unigram_entropy_nats = record["counts"]["unigram_entropy_nats"]
         return tasks, records
 
     def _commit(self, tasks: list[Task], records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
         """Names for everything, the manifest last."""
         (self.folder / places.MANIFEST).unlink(missing_ok=True)
-        for name, task, record in zip(places.SPLITS, tasks, records):
+        for name, task, record in zip(SPLITS, tasks, records):
             remove_dataset(self.folder / name)
             for suffix in ("bin", "json", "idx"):  # with the index the dataset is there
                 output = task.output(record, f"{name}.{suffix}")
@@ -324,7 +325,7 @@ class _Run:
         return manifest
 
     def _manifest(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        names = [f"{split}.{suffix}" for split in places.SPLITS for suffix in ("bin", "idx", "json")]
+        names = [f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "json")]
         names += [places.FIGURES, places.QUARANTINE, places.DROPPED]
         names += [] if self.config.tokenizer.path else [places.TOKENIZER]
         config = to_dict(self.config)

@@ -9,6 +9,7 @@ import importlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,10 @@ class _Listener:
         self._write("done", task, seconds=record["seconds"], num_bytes=task.num_bytes, **counts)
 
     def failed(self, failure: Failure) -> None:
-        self._running.pop(failure.task.id, None)
+        heard = self._running.pop(failure.task.id, {})
+        if failure.kind == "died" and heard.get("documents"):  # it may be a document that kills
+            where = f"last heard of at about document {heard['documents']} of it"
+            failure = replace(failure, message=f"{failure.message}; {where}")
         what = "set aside" if failure.is_final else "tried again"
         if failure.is_final:
             self.set_aside.append(failure)

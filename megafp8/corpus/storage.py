@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import fsspec
 import xxhash
 
-from megafp8.core.errors import DataError, MegaError, ResourceError
+from megafp8.core.errors import DataError, MegaError, ResourceError, one_line
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ def _objects(pattern: str) -> list[str]:
             return [pattern] if system.isfile(inner) else []
         return [system.unstrip_protocol(name) for name in system.glob(inner) if system.isfile(name)]
     except Exception as error:  # each store has errors of its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{pattern}: cannot be listed: {reason}") from None
+        raise DataError(f"{pattern}: cannot be listed: {one_line(error)}") from None
 
 
 def _object(path: str, info: dict[str, Any]) -> InputFile:

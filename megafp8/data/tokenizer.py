@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, one_line
 from megafp8.data.tokenizer_ranks import TiktokenTokenizer, is_tiktoken
 
 _FILES = ("tokenizer.model", "tokenizer.json", "tokenizer.tiktoken")
@@ -105,7 +105,7 @@ class SentencePieceTokenizer:
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
-            raise DataError(f"{path}: not a SentencePiece model ({_first_line(error)})") from None
+            raise DataError(f"{path}: not a SentencePiece model ({one_line(error)})") from None
         self.file_bytes = data
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.vocab_size = self.model.get_piece_size()
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
         except BaseException as error:  # the package raises bare Exception, and its panics are not even that
             if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
                 raise
-            raise DataError(f"{path}: not a tokenizer.json ({_first_line(error)})") from None
+            raise DataError(f"{path}: not a tokenizer.json ({one_line(error)})") from None
         self._tokenizer.encode_special_tokens = True  # a control string in a text is text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -210,7 +210,3 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         data = bytes(int(i) - len(CONTROL) for i in ids if len(CONTROL) <= int(i) < self.vocab_size)
         return data.decode("utf-8", errors="replace")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, one_line
 from megafp8.core.log import event, get_logger
 from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -113,7 +113,7 @@ class FastTokenizer:
             ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
         except BaseException as error:  # its panics are no Exception
             _raise_if_asked(error)
-            raise EngineMismatchError(f"{self.engine_name} fails: {_first_line(error)}") from None
+            raise EngineMismatchError(f"{self.engine_name} fails: {one_line(error)}") from None
         if len(offsets) != len(texts) + 1 or offsets[0] or int(ids.max(initial=0)) >= self.vocab_size:
             raise EngineMismatchError(f"{self.engine_name} gives {len(offsets) - 1} of {len(texts)} texts or odd ids")
         return ids[: offsets[-1]], offsets
@@ -161,7 +161,7 @@ def fast(reference: Tokenizer) -> Tokenizer:
         engine, controls = _engine(gigatoken.Tokenizer, reference)
     except BaseException as error:  # its panics are no Exception
         _raise_if_asked(error)
-        because = f"{name} cannot load it: {_first_line(error)}"
+        because = f"{name} cannot load it: {one_line(error)}"
         event(_log, "encoding by the reference", kind=reference.kind, because=because)
         return reference
     tokenizer = FastTokenizer(reference, engine, controls, name)
@@ -259,7 +259,3 @@ def _character(rng: random.Random) -> str:
 def _raise_if_asked(error: BaseException) -> None:
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
         raise error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, one_line
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
@@ -67,7 +67,7 @@ class TiktokenTokenizer:
                 path.stem, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special_tokens
             )
         except Exception as error:  # a pattern that is none; the package raises what its engine does
-            raise DataError(f"{path}: cannot be used ({_first_line(error)}); see {side_file(path)}") from None
+            raise DataError(f"{path}: cannot be used ({one_line(error)}); see {side_file(path)}") from None
         ids = [*self.ranks.values(), *self.special_tokens.values()]
         self._ids = frozenset(self.ranks.values())
         if twice := [name for name, number in self.special_tokens.items() if number in self._ids]:
@@ -153,7 +153,3 @@ def _wanted(pattern: str, special: Mapping[str, int], values: Mapping[str, Any])
         "pattern": pattern, "special_tokens": dict(special), "eos_token": next(iter(ends), ""),
         "bos_token": next(iter(begins), ""),
     }  # fmt: skip
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

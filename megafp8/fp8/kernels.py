@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megafp8.core.errors import one_line
 from megafp8.core.log import event, get_logger
 from megafp8.fp8 import block_kernels
 from megafp8.fp8.blocks import HADAMARD_DIM, hadamard, tensor_factor
@@ -257,7 +258,7 @@ def compiled_kernels() -> Kernels:
     try:
         kernels.rescale_(torch.ones(64, dtype=torch.bfloat16), one, one)
     except torch._dynamo.exc.TorchDynamoException as error:
-        event(_log, "fp8 kernels run uncompiled, slower", level=logging.WARNING, reason=_first_line(error))
+        event(_log, "fp8 kernels run uncompiled, slower", level=logging.WARNING, reason=one_line(error))
         return eager_kernels()
     return kernels
 
@@ -279,7 +280,3 @@ def _own_code(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
     """
     code = kernel.__code__.replace(co_name=name)
     return types.FunctionType(code, kernel.__globals__, name, kernel.__defaults__, kernel.__closure__)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megafp8.core.errors import MegaError, ResourceError
+from megafp8.core.errors import MegaError, ResourceError, one_line
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import Attempts, Listener
 from megafp8.corpus.tasks import Task, run_task
@@ -131,7 +131,7 @@ def _run_here(root: Path, task: Task, listener: Listener, attempts: Attempts) ->
 
 def describe(error: Exception) -> tuple[str, str, str]:
     """(kind, one line, traceback) of a task's error."""
-    message = str(error) if isinstance(error, MegaError) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, MegaError) else f"{type(error).__name__}: {one_line(error)}"
     return type(error).__name__, message, traceback.format_exc()
 
 

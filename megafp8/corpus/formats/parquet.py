@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from megafp8.core.errors import one_line
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Document, Record, document_of
@@ -41,7 +42,7 @@ def records(path: str, stream: InputStream, config: SourceConfig, first_line: in
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise UnreadableError(f"{path}: cannot be read: {error.strerror}") from error
-        yield Record(path, 1, Bad(path, 1, f"not a Parquet file: {_first_line(error)}", damaged=True))
+        yield Record(path, 1, Bad(path, 1, f"not a Parquet file: {one_line(error)}", damaged=True))
 
 
 def _begin(group: Any) -> int:
@@ -64,7 +65,7 @@ def _group_records(path: str, table: Any, number: int, row: int, config: SourceC
         if isinstance(error, OSError) and error.errno:
             raise UnreadableError(f"{path}: cannot be read: {error.strerror}") from error
         left = table.metadata.row_group(number).num_rows - done
-        reason = f"{left} rows of row group {number} cannot be read: {_first_line(error)}"
+        reason = f"{left} rows of row group {number} cannot be read: {one_line(error)}"
         yield Record(path, row + done, Bad(path, row + done, reason, damaged=True))
 
 
@@ -90,7 +91,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return str(value) if isinstance(value, (date, time, timedelta, Decimal)) else value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ from megafp8.core.config import build
 from megafp8.core.errors import DataError
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
-from megafp8.corpus.documents import Document, split_of
+from megafp8.corpus.documents import SPLITS, Document, split_of
 from megafp8.corpus.figures import Figures, kept_lengths, name_in
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
@@ -25,7 +25,6 @@ from megafp8.data.tokenizer_engine import EngineMismatchError, FastTokenizer, en
 
 _log = get_logger(__name__)
 VERSION = 2
-SPLITS = ("train", "valid")
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 

@@ -284,3 +284,15 @@ def test_documents_that_are_not_written_are_listed(one: Callable, tmp_path: Path
     assert {entry["step"] for entry in found} == {"read"}
     preprocess(one(b'{"text": "y"}\n'))
     assert list(read_lines(tmp_path / "out" / "dropped.jsonl.zst")) == []
+
+
+def test_a_file_system_without_locks(config: Callable, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Lustre without its flock option says ENOSYS: that is nobody else at work."""
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("megafp8.corpus.folder.fcntl.flock", none)
+    with caplog.at_level("WARNING"):
+        assert preprocess(config(**BYTES)).manifest["counts"]["num_records"] == 600
+    assert "no locks here" in caplog.text

@@ -23,7 +23,9 @@ from megafp8.core.config import dump_toml
 from megafp8.core.errors import ResourceError
 from megafp8.corpus import stage_run
 from megafp8.corpus.executors import local
+from megafp8.corpus.executors.interface import Failure
 from megafp8.corpus.run import preprocess
+from megafp8.corpus.tasks import Task
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"shard_bytes": 12_000, "part_bytes": 8_000}  # two files of about 60 kB: some 12 shards, 20 parts
@@ -184,6 +186,15 @@ def test_task_that_always_dies_is_set_aside_and_the_rest_goes_on(
     preprocess(config(source=source))
     preprocess(config("whole", source=source))
     assert contents(tmp_path / "whole") == contents(tmp_path / "out") and not list(read.glob("*.log"))
+
+
+def test_where_a_process_died_is_told(tmp_path: Path) -> None:
+    """A document that kills its process, as by a fault in a library, is near."""
+    task = Task("read", "a", {}, ())
+    listener = stage_run._Listener(tmp_path, "reading", [task], {task.id: {}}, False)
+    listener.progress(task, {"documents": 512, "done_bytes": 7})
+    listener.failed(Failure(task, "died", "its worker process died", tmp_path / "log", True))
+    assert listener.set_aside[0].message == "its worker process died; last heard of at about document 512 of it"
 
 
 def two(tmp_path: Path) -> dict[str, Any]:
