@@ -84,3 +84,11 @@ class ResourceError(MegaError):
 def one_line(error: BaseException) -> str:
     """The first line of an error's message that says anything, cut at 200 characters; else the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether something went wrong, rather than somebody asked the process to end.
+
+    Panics of packages written in Rust (tokenizers, rensa) are no `Exception`, but a class of their own.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

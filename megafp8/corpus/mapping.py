@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megafp8.core.config import to_dict
+from megafp8.core.errors import is_fault
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.documents import Bad, Document, Dropped, unwritable
 from megafp8.corpus.figures import BAD, Account
@@ -71,7 +72,9 @@ class Mapper:
             try:
                 result = step.apply(document)
                 problem = "" if result is document or isinstance(result, Dropped) else unwritable(result)
-            except Exception as error:
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
                 problem = f"{type(error).__name__}: {error}"
             if problem:
                 self._quarantine.add(Bad(file, line, f"step {step.name} failed: {problem}", document.text[:120]))

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, is_fault
 from megafp8.core.jsonio import read_json, write_json
 from megafp8.core.log import event, get_logger, set_up
 from megafp8.corpus.executors.interface import Attempts
@@ -150,7 +150,9 @@ def _bring_to_end(job: Job, task: Task, attempt: int) -> None:
         try:
             run_task(job.root, task)
             return
-        except Exception as error:
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             kind, message, detail = describe(error)
             event(_log, "task failed", task=f"{task.stage} {task.name}", because=message)
             if load_record(job.root, task):  # another copy has made it

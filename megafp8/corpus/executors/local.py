@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megafp8.core.errors import MegaError, ResourceError, one_line
+from megafp8.core.errors import MegaError, ResourceError, is_fault, one_line
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import Attempts, Listener
 from megafp8.corpus.tasks import Task, run_task
@@ -121,7 +121,9 @@ def _run_here(root: Path, task: Task, listener: Listener, attempts: Attempts) ->
         record = run_task(root, task, lambda counts: listener.progress(task, counts))
     except ResourceError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         failure = attempts.failure(task, *describe(error))
         listener.failed(failure)
         return failure.is_final
@@ -129,7 +131,7 @@ def _run_here(root: Path, task: Task, listener: Listener, attempts: Attempts) ->
     return True
 
 
-def describe(error: Exception) -> tuple[str, str, str]:
+def describe(error: BaseException) -> tuple[str, str, str]:
     """(kind, one line, traceback) of a task's error."""
     message = str(error) if isinstance(error, MegaError) else f"{type(error).__name__}: {one_line(error)}"
     return type(error).__name__, message, traceback.format_exc()
@@ -157,7 +159,9 @@ def _attempt(root: Path, task: Task, connection: Connection) -> tuple[Any, ...]:
 
     try:
         return ("done", run_task(root, task, report))
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         return ("failed", *describe(error))
 
 

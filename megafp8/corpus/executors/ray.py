@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from megafp8.core.errors import ResourceError
+from megafp8.core.errors import ResourceError, is_fault
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import Attempts, Listener
 from megafp8.corpus.executors.local import describe
@@ -86,7 +86,9 @@ def attempt(root: str, folder: str, task: Task) -> tuple[Any, ...]:
     try:
         os.chdir(folder)
         return ("done", run_task(Path(root), task))
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         return ("failed", *describe(error))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megafp8.core.errors import is_fault
 from megafp8.corpus.documents import Document, text_hash
 from megafp8.corpus.fertility import Fertility
 from megafp8.corpus.parts import read_view
@@ -31,7 +32,9 @@ def _measured(tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
         found.measure(tokenizer, _sample(work))
     except EngineMismatchError:
         raise
-    except Exception:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         name_failing(tokenizer, _sample(work))
         raise
     return found.to_json()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megafp8.core.config import build
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, is_fault
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
 from megafp8.corpus.documents import SPLITS, Document, split_of
@@ -96,7 +96,9 @@ def _encoded(tokenizer: Tokenizer, documents: Sequence[Document], marks: Marks) 
         return encode_documents(tokenizer, [document.text for document in documents], marks)
     except EngineMismatchError:
         raise
-    except Exception:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         name_failing(tokenizer, documents)
         raise
 
@@ -110,7 +112,9 @@ def name_failing(tokenizer: Tokenizer, documents: Iterable[Document]) -> None:
     for document in documents:
         try:
             encode_documents(tokenizer, [document.text])
-        except Exception as error:
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             raise DataError(
                 f"document {document.id!r} of {document.source}: the tokenizer fails on it "
                 f"({type(error).__name__}: {error}); take it out of the input, or use another tokenizer"

@@ -22,8 +22,11 @@ import pytest
 from megafp8.core.config import dump_toml
 from megafp8.core.errors import DataError, ResourceError
 from megafp8.corpus import compressed, shards, tokenizer_check
+from megafp8.corpus.dedup import exact
+from megafp8.corpus.documents import Document
 from megafp8.corpus.parts import read_lines, read_part
 from megafp8.corpus.run import preprocess
+from megafp8.corpus.steps.length import Length
 from megafp8.corpus.tasks import Work
 from megafp8.data import tokenizer
 
@@ -191,6 +194,27 @@ def test_the_document_on_which_the_tokenizer_fails_is_named(
         return
     assert list((tmp_path / "out" / "stages" / "tokenize").glob("*.log"))
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+class PanicException(BaseException):
+    """Stands for a panic of a package written in Rust, whose class is no `Exception` either."""
+
+
+def test_a_panic_costs_a_document_or_a_task(config: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Length, document: Document) -> Document:
+        if document.id == "0-8":
+            raise PanicException("index out of bounds")
+        return document
+
+    def signature(self: Any, texts: Any, first: int) -> Any:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(Length, "apply", step)
+    counts = preprocess(config("out", [{"kind": "length"}], **BYTES)).manifest["counts"]
+    assert counts["num_bad"] == 1 and "PanicException: index out of bounds" in counts["first_bad"]
+    monkeypatch.setattr(exact.Exact, "records", signature)
+    with pytest.raises(ResourceError, match="1 tasks were set aside.*PanicException: index out of bounds"):
+        preprocess(config("out", [{"kind": "exact"}], **BYTES))
 
 
 def test_what_can_be_made_without_a_task_is_made(
