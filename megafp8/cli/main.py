@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from megafp8 import __version__
@@ -116,9 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, debug = words[0], "--debug" in words
     if verb not in VERBS:
         return _say("", ConfigError(f"{verb!r} is no verb{nearest(verb, VERBS)}; see megafp8 --help"))
+    return guarded(verb, lambda: int(load(verb).run(_parse(verb, words[1:]))), debug=debug)
+
+
+def guarded(verb: str, work: Callable[[], int], *, debug: bool) -> int:
+    """Do the work of a verb; an error is a line and its exit code, or with `debug` a traceback."""
     try:
         _keep_to_the_group()
-        return int(load(verb).run(_parse(verb, words[1:])))
+        return work()
     except MegaError as error:
         if debug:
             raise

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"{split['bytes_per_token']:.2f} bytes/token, "
             f"unigram entropy {split['unigram_entropy_nats']:.3f} nats/token"
         )
+    _show_tokenizer(result)
     if other := counts.get("num_other_language"):
         print(f"{other:,} documents are not in {', '.join(config.source.languages)} and were left out")
     for step, reasons in counts["dropped"].items():
@@ -62,6 +63,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"{counts['num_bad']:,} bad records are listed in {result.folder / 'quarantine.jsonl'}")
     print(f"report: {result.folder / REPORT}")
     return 0
+
+
+def _show_tokenizer(result: Any) -> None:
+    """How documents are marked, with the first one's ids, and what the tokenizer costs each language."""
+    from megafp8.data.indexed import IndexedDataset
+
+    known, report = result.manifest["tokenizer"], result.manifest["tokenizer_report"]
+    ids = IndexedDataset(result.folder / "train").document(0).tolist()
+    example = [*map(str, ids[:4]), *(["..."] if len(ids) > 6 else []), *map(str, ids[4:][-2:])]
+    begin = f"begin id {known['bos_id']}, " if known["add_bos"] else ""
+    end = f", end id {known['eod_id']}" if known["append_eos"] else ""
+    print(f"each document: {begin}text{end}; the first of train: {' '.join(example)}")
+    rates = [f"{name or '(none)'} {one['tokens_per_word']:.2f}" for name, one in report["languages"].items()]
+    if rates:
+        print(f"tokens a word, of a sample: {', '.join(rates[:8])}{' ...' if len(rates) > 8 else ''}")
 
 
 def _show_plan(plan: Any) -> int:

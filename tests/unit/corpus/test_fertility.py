@@ -95,3 +95,15 @@ def test_tokenizer_that_loses_everything_is_refused_before_reading(config: Calla
     with pytest.raises(DataError, match="capital letters and digits"):
         preprocess(config(tokenizer={"path": spec}))
     assert not (tmp_path / "out" / "stages" / "read").exists()
+
+
+def test_summary_shows_how_documents_are_marked(
+    config: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text(dump_toml(config(tokenizer={"path": "bytes", "add_bos": True})))
+    assert main(["preprocess", str(tmp_path / "c.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "each document: begin id 1, text, end id 2; the first of train: 1 " in out and " ... " in out
+    assert "tokens a word, of a sample: (none) 2.67, de " in out
+    side = json.loads((tmp_path / "out" / "train.json").read_text())["tokenizer"]
+    assert side["add_bos"] and side["append_eos"]

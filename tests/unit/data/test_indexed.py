@@ -281,3 +281,15 @@ def test_release_lets_go_and_reads_again(tmp_path: Path) -> None:
     total, before = int(dataset[0].sum(dtype=np.int64)), resident()
     dataset.release()
     assert resident() < before - 4 * 2**20 and int(dataset[0].sum(dtype=np.int64)) == total == 7 << 22
+
+
+@pytest.mark.parametrize("vocab_size", [65499, 65500, 65535, 65536, 65537, 128256])
+def test_largest_id_of_a_vocabulary_is_kept(tmp_path: Path, vocab_size: int) -> None:
+    """The dtype goes by the vocabulary; what does not fit one that is forced is refused, never wrapped."""
+    ids = np.array([0, vocab_size - 1], np.int64)
+    with IndexedDatasetWriter(tmp_path / "a", optimal_dtype(vocab_size)) as writer:
+        writer.add_documents(writer_module.as_ids(ids, optimal_dtype(vocab_size)), np.array([2]))
+    assert IndexedDataset(tmp_path / "a").document(0).tolist() == ids.tolist()
+    if vocab_size > 65536:
+        with pytest.raises(DataError, match="does not fit uint16"):
+            writer_module.as_ids(ids, np.dtype("<u2"))

@@ -18,6 +18,8 @@ from megafp8.data.sources import check_marks
 from megafp8.data.tokenizer import Tokenizer, identity, load_tokenizer
 from megafp8.data.tokenizer_engine import encode_documents, fast
 from megafp8.data.verify import problems
+from megafp8.infer.sources import text_tokens
+from megafp8.infer.weights import Loaded
 
 FOX = "the quick brown fox jumps over the lazy dog"
 POLICIES = [Marks(False, True), Marks(True, True), Marks(True, False)]
@@ -75,6 +77,18 @@ def test_record_and_words() -> None:
     for marks in POLICIES:
         assert Marks.of(json.loads(json.dumps(marks.to_json()))) == marks
     assert Marks.of({}) == ENDS_ONLY and str(Marks(True, True)) == "begin id, text, end id"
+
+
+@pytest.mark.parametrize("marks", POLICIES, ids=str)
+def test_a_prompt_begins_as_a_document(tokenizer: Tokenizer, tmp_path: Path, marks: Marks) -> None:
+    """The corpus, a prompt, and a text that is scored: the same ids, behind the id that training saw there."""
+    document = encode_documents(tokenizer, [FOX], marks)[0].tolist()
+    loaded = Loaded(tmp_path, None, None, tokenizer, 8, marks)  # type: ignore[arg-type]
+    assert document[: len(document) - marks.append_eos] == loaded.prompt_ids(FOX)
+    assert loaded.prompt_ids("") == [marks.context(tokenizer)]
+    (tmp_path / "text").write_text(FOX)
+    scored, size = text_tokens(tmp_path / "text", tokenizer, marks=marks)
+    assert scored.tolist() == [marks.context(tokenizer), *tokenizer.encode(FOX)] and size == len(FOX)
 
 
 def test_tokenizer_that_cannot_follow(tmp_path: Path) -> None:

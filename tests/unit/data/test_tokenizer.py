@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -41,9 +43,22 @@ def huggingface_json(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-@pytest.fixture(params=["sentencepiece", "huggingface", "bytes"])
+def tiktoken_ranks(folder: Path) -> Path:
+    """The bytes alone, and two merges."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
+    lines = [base64.b64encode(piece) + f" {rank}\n".encode() for rank, piece in enumerate(pieces)]
+    (folder / "tokenizer.tiktoken").write_bytes(b"".join(lines))
+    side = {"pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 260}}
+    (folder / "tokenizer.tiktoken.json").write_text(json.dumps(side))
+    return folder / "tokenizer.tiktoken"
+
+
+MAKERS = {"sentencepiece": sentencepiece_model, "huggingface": huggingface_json, "tiktoken": tiktoken_ranks}
+
+
+@pytest.fixture(params=[*MAKERS, "bytes"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    make = {"sentencepiece": sentencepiece_model, "huggingface": huggingface_json}.get(request.param)
+    make = MAKERS.get(request.param)
     loaded = load_tokenizer(make(tmp_path) if make else "bytes")
     assert loaded.kind == request.param
     return loaded
@@ -52,6 +67,19 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_byte_and_random_characters_come_back(tokenizer: Tokenizer) -> None:
+    """Each byte that UTF-8 knows, characters of all planes; ids that are cut within a character lose only that one."""
+    rng = random.Random(5)
+    planes = ((1, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x110000))
+    texts = ["".join(chr(rng.randrange(*planes[i % 5])) for _ in range(30)) for i in range(300)]
+    texts = [text.replace("\u2581", "") for text in [*texts, "\0"]]  # SentencePiece's own space
+    assert len({byte for text in texts for byte in text.encode()}) == 243  # UTF-8 has no c0, c1, f5 to ff
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and "\ufffd" not in text
+        assert text.startswith(tokenizer.decode(ids[: len(ids) // 2]).rstrip("\ufffd"))
 
 
 def test_control_strings_stay_text(tokenizer: Tokenizer) -> None:
