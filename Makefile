@@ -1,6 +1,7 @@
 # make setup   virtual environment with pinned dependencies in .venv (again: does nothing)
 # make demo    text -> tokenizer -> tokens -> BF16 and FP8 training -> report -> Hugging Face export
 # make test    lint, types, and every test that is not slow
+# make soak    faults at random moments of one run for 15 minutes, then the same run without, and a table
 #
 # PYTHON=python3.12   the interpreter to build .venv with
 # GPU=1               also install Transformer Engine (needs NVIDIA's CUDA toolkit: nvcc)
@@ -13,10 +14,12 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready$(if $(filter 1,$(GPU)),-gpu)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 WORKERS ?= 2
+MINUTES ?= 15
+SEED ?= 1
 # one thread a process: the tests start processes of their own, and threads would fight over the cores
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 MPLBACKEND=Agg $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: setup demo test test-all bench lint types format clean
+.PHONY: setup demo test test-all soak bench lint types format clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -58,6 +61,9 @@ test: lint types
 
 test-all: lint types
 	$(TEST) tests
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: $(READY)
 	$(PY) -m benchmarks

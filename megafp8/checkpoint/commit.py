@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megafp8.checkpoint.folders import PARTIAL, check_files, clear_leftovers, replaced_name, step_name
 from megafp8.checkpoint.manifest import MANIFEST_NAME, Manifest, encode
+from megafp8.core import faults
 from megafp8.core.errors import ResourceError
 from megafp8.core.jsonio import fsync_dir, write_atomic
 
@@ -42,6 +43,7 @@ def begin_folder(root: Path, step: int, needed: int) -> Path:
         )
     folder = root / f".{step_name(step)}.{secrets.token_hex(4)}{PARTIAL}"
     folder.mkdir(mode=_FOLDER_MODE)
+    faults.at("save-begin")
     return folder
 
 
@@ -63,11 +65,13 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     check_files(folder, manifest)
     write_atomic(folder / MANIFEST_NAME, encode(manifest))  # syncs the folder and with it the pieces' names
     (folder / MANIFEST_NAME).chmod(0o640)
+    faults.at("save-commit")
     root = folder.parent
     target = root / step_name(manifest.step)
     if target.exists():  # a step saved again: the old one steps aside but stays loadable until the new one is there
         os.rename(target, root / replaced_name(manifest.step))
     os.rename(folder, target)
+    faults.at("save-committed")
     fsync_dir(root)
     clear_leftovers(root)
     return target

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megafp8.checkpoint.manifest import MANIFEST_NAME, Manifest, UnreadableError, checksum, read_manifest
+from megafp8.core import faults
 from megafp8.core.errors import CheckpointError
 from megafp8.core.jsonio import fsync_dir, resource_error
 from megafp8.core.log import event, get_logger
@@ -197,6 +198,7 @@ def remove(folder: Path) -> None:
     """Delete a checkpoint so that a crash half-way leaves nothing that looks like one."""
     doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{DOOMED}")
     os.rename(folder, doomed)
+    faults.at("prune")
     shutil.rmtree(doomed, ignore_errors=True)
 
 

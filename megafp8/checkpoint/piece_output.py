@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafp8.checkpoint.manifest import ITEM_BYTES, Piece, PieceFile, checksum
+from megafp8.core import faults
 
 Advance = Callable[[int], None]
 Written = tuple[PieceFile, list[Piece]]
@@ -66,6 +67,7 @@ def write_piece_file(path: Path, boxes: Sequence[Box], advance: Advance | None =
     with os.fdopen(fd, "wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header), None)
         for box in boxes:
+            faults.at("save-piece")
             data = box.fetch()
             assert len(data) == box.bytes, f"{box.key} changed since it was planned"
             _write_all(file.fileno(), data, advance)
@@ -74,6 +76,7 @@ def write_piece_file(path: Path, boxes: Sequence[Box], advance: Advance | None =
             pieces.append(Piece(path.name, box.key, box.offsets, box.sizes, end, box.bytes, digest))
             end += box.bytes
         os.fsync(file.fileno())
+    faults.at("save-written")
     return PieceFile(end, whole.hexdigest(), len(header), checksum(header).hexdigest()), pieces
 
 

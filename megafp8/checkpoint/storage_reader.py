@@ -22,6 +22,7 @@ from torch.futures import Future
 from megafp8.checkpoint.folders import check_files
 from megafp8.checkpoint.manifest import Manifest, Piece, TensorEntry, UnreadableError, read_manifest
 from megafp8.checkpoint.piece_file import DTYPES, check_header, read_piece
+from megafp8.core import faults
 from megafp8.core.errors import CheckpointError, MegaError
 
 
@@ -122,6 +123,7 @@ class FolderReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every piece that this rank needs once, and copy its part out of each."""
+        faults.at("load")
         places = {
             MetadataIndex(name, piece.offsets): (entry.dtype, piece)
             for name, entry in self.manifest.tensors.items()

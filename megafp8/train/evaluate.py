@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megafp8.core import faults
 from megafp8.core.errors import DataError
 from megafp8.core.heartbeat import HEART
 from megafp8.data.config import DatasetConfig, dataset_name
@@ -126,6 +127,7 @@ class _Forward:
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         HEART.beat()
+        faults.at("evaluation")
         batch = self.batches[micro_batch]
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._stages[stage](
             batch.tokens, batch.targets, segment_ids=batch.segment_ids, positions=batch.positions, hidden=hidden

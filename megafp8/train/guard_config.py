@@ -59,7 +59,11 @@ class GuardSection:
     max_spikes: Annotated[int, Field(ge=0, description="in a row that may be skipped")] = 5
     max_rewinds: Annotated[int, Field(ge=0, description="in a run")] = 3
     rerun_suspicious: Annotated[
-        bool, Field(description="compute the step of a spike again: another result is a fault of the hardware")
+        bool,
+        Field(
+            description="compute the step of a spike again, and one that was not finite and is when looked into: "
+            "another result is a fault of the hardware, and not taken"
+        ),
     ] = False
     rerun_interval: Annotated[
         int, Field(ge=0, description="steps between steps that are computed twice and compared; 0 = never")

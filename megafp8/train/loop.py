@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.folders import step_of
-from megafp8.core import log
+from megafp8.core import faults, log
 from megafp8.core.errors import EXIT_OK, NumericsError
 from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
@@ -71,6 +71,7 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
     request.install(config.guard.stop_signals)
     device, mesh = start_processes(config)
     HEART.beat("setup")
+    faults.at("setup")
     stops, lock = Stops(config, mesh, request), RunLock(config.dir)
     try:
         stopped = 0
@@ -91,6 +92,7 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
             return RunResult(stopped, 0, float("nan"), (), None)
         return Run(build_parts(config, mesh, device), stops, open_foreign).go()
     finally:
+        faults.at("exit")
         shutdown()
         lock.release()
 
@@ -280,6 +282,10 @@ class Run:
     def _guard(self, result: StepResult) -> None:
         """Say where a step that is not finite broke, and stop the run if there are too many of them."""
         origin = ""
+        if result.recomputed and result.finite:
+            event(logger, "a step that was not finite is when computed again: that is taken", level=logging.WARNING,
+                  step=self.step, loss=result.loss)  # fmt: skip
+            self.writer.write("event", self.step, event="recomputed", loss=result.loss)
         if not result.finite:
             origin = str(result.origin) if result.origin else "finite when it was run again: a fault that came and went"
             event(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from megafp8 import __version__
+from megafp8.core import faults
 from megafp8.core.errors import ConfigError
 from megafp8.core.heartbeat import HEART
 from megafp8.core.log import event, get_logger
@@ -226,6 +227,7 @@ def wants_compile(config: RunConfig) -> bool:
 
 def train_loader(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer) -> Loader:
     """The loader of this rank's micro-batches; set `consumed_samples` to go on from there."""
+    faults.at("index")
     return Loader(
         open_train(config, tokenizer),
         micro_batch=config.train.micro_batch,

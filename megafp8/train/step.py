@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from megafp8.core import faults
 from megafp8.core.heartbeat import HEART
 from megafp8.core.rng import seed_for
 from megafp8.data.loader import Batch
@@ -28,7 +29,7 @@ class StepResult:
     """What came of a step, equal on all ranks: mean loss (nats a target token), gradient norm, targets, sequences.
 
     `origin`: where a step that is not finite broke; None where it did not do so again. `own_loss`: this rank's part of
-    the summed loss. `taken`: whether the optimizer took it.
+    the summed loss. `taken`: whether the optimizer took it. `recomputed`: the first result was not finite.
     """
 
     loss: float
@@ -39,6 +40,7 @@ class StepResult:
     origin: Finding | None = None
     own_loss: float = 0.0
     taken: bool = True
+    recomputed: bool = False
 
 
 Judge = Callable[[int, StepResult, Callable[[], StepResult]], StepResult | None]
@@ -63,7 +65,11 @@ def train_step(parts: Parts, step: int, learning_rate: float, judge: Judge | Non
     before = Before(parts.fp8_states.values())
     result = _computed(parts, step, batches)
     if not result.finite:
-        return replace(result, taken=False, origin=_origin(parts, step, batches, before))
+        origin = _origin(parts, step, batches, before)
+        if origin is None and parts.config.guard.rerun_suspicious:
+            result = replace(_computed(parts, step, batches), recomputed=True)
+        if not result.finite:
+            return replace(result, taken=False, origin=origin)
     if judge is not None:
 
         def again() -> StepResult:
@@ -75,6 +81,7 @@ def train_step(parts: Parts, step: int, learning_rate: float, judge: Judge | Non
             before.restore()
             return replace(result, taken=False)
         result = judged
+    faults.at("optimizer")
     parts.optimizer.step(learning_rate, grad_scale=clip_scale(result.grad_norm, parts.config.optimizer.clip_grad))
     update_balance(parts.routers, parts.mesh)
     for state in parts.fp8_states.values():
@@ -107,7 +114,11 @@ def _origin(parts: Parts, step: int, batches: list[Batch], before: Before) -> Fi
 
 def next_batches(parts: Parts) -> list[Batch]:
     """The micro-batches of this rank in the next step, on its device."""
-    return [to_device(batch, parts.device) for batch in parts.loader.next_step()]
+    faults.at("batch")
+    batches = parts.loader.next_step()
+    for batch in batches:
+        faults.trace("samples", ids=batch.sample_ids)
+    return [to_device(batch, parts.device) for batch in batches]
 
 
 def gradients(parts: Parts, step: int, batches: list[Batch] | None = None, watch: Watch | None = None) -> Gradients:
@@ -126,6 +137,7 @@ def gradients(parts: Parts, step: int, batches: list[Batch] | None = None, watch
     parts.optimizer.refresh()
     passes = Passes(parts, batches, step, scale=1.0 / target_tokens, watch=watch)
     parts.pipeline.run(passes, len(batches), wire_of(parts, batches[0]))
+    faults.at("reduce")
     parts.buckets.finish()
     own = passes.loss_sum()
     loss = all_reduce_(own / target_tokens, parts.mesh.group_of(("pp", "dp", "cp")))
@@ -155,6 +167,7 @@ class Passes:
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """One micro-batch through one stage: hidden states, or the scaled loss."""
         HEART.beat()
+        faults.at("forward")
         batch, model = self.batches[micro_batch], self._stages[stage]
         if self.watch is not None:
             self.watch.begin(stage, micro_batch)
@@ -170,6 +183,7 @@ class Passes:
         )
         if isinstance(result, torch.Tensor):
             return result
+        faults.spoil("loss", result[0])
         self.losses.append(result[0].detach())
         return result[0] * self.scale
 
@@ -183,6 +197,7 @@ class Passes:
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """The scales of this stage's FP8 tensors follow each micro-batch."""
         HEART.beat()
+        faults.at("backward")
         sharing = self.parts.mesh.group_of(self.parts.config.precision.amax_axes)
         update_states(self._stages[stage].fp8_states.values(), sharing)
 

@@ -1,0 +1,1 @@
+"""Faults on purpose: docs/reliability.md says which test covers which."""
