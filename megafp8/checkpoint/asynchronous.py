@@ -42,12 +42,20 @@ _SHORTEST_NAP, _LONGEST_NAP = 0.005, 0.25
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint: its folder, step, bytes of all ranks (on rank 0), seconds from `begin` to the commit."""
+    """A committed checkpoint.
+
+    Attributes:
+        path, step: its folder and step.
+        bytes: of all ranks, known to rank 0; of a local one, this rank's.
+        seconds: that the slowest rank wrote and rank 0 committed.
+        delay: seconds from `begin` until all ranks knew; they look once a step.
+    """
 
     path: Path
     step: int
     bytes: int
     seconds: float
+    delay: float
     local: bool = False
 
 
@@ -72,6 +80,7 @@ class _Flight:
     began: float
     local: bool = False
     bytes: int = 0
+    seconds: float = 0.0
     committing: bool = False
     failure: MegaError | None = None  # of this rank, before its process had the job
 
@@ -151,11 +160,13 @@ class AsyncSaver:
                 done = answer is not None
             except MegaError as error:
                 failure = error
-        failed, unfinished = agree([float(failure is not None), float(not done)], self.mesh)
+        seconds = 0.0 if answer is None else answer["seconds"]
+        failed, unfinished, slowest = agree([float(failure is not None), float(not done), seconds], self.mesh)
         if failed:
             raise self._failed(flight, failure)
         if unfinished:
             return None
+        flight.seconds += slowest
         if not flight.committing and not flight.local:
             flight.committing = True
             if self.mesh.rank == 0:
@@ -233,15 +244,16 @@ class AsyncSaver:
         })  # fmt: skip
 
     def _saved(self, flight: _Flight, answer: dict[str, Any] | None) -> Saved:
-        seconds = time.monotonic() - flight.began
+        delay = time.monotonic() - flight.began
+        path = (flight.folder if flight.local else self.root) / step_name(flight.step)
+        saved = Saved(path, flight.step, flight.bytes, flight.seconds, delay, flight.local)
         if flight.local:
-            log_local(flight.step, flight.folder, flight.bytes, seconds)
-            return Saved(flight.folder / step_name(flight.step), flight.step, flight.bytes, seconds, local=True)
-        path = self.root / step_name(flight.step)
-        log_saved(flight.step, path, flight.bytes, seconds)
+            log_local(flight.step, flight.folder, flight.bytes, flight.seconds)
+            return saved
+        log_saved(flight.step, path, flight.bytes, flight.seconds, delay)
         for gone in (answer or {}).get("pruned", ()):
             event(_log, "checkpoint pruned", path=gone)
-        return Saved(path, flight.step, flight.bytes, seconds)
+        return saved
 
     def _failed(self, flight: _Flight, failure: MegaError | None) -> MegaError:
         """End the save on all ranks; returns the error of the first rank that has one."""

@@ -81,7 +81,13 @@ def write_folder(
     return root / step_name(step), writer.bytes
 
 
-def log_saved(step: int, path: Path, size: int, seconds: float) -> None:
-    """Say so, with the rate; called after the commit and never before. `size`: bytes of all ranks, known to rank 0."""
-    rate = size / 1e6 / max(seconds, 1e-9)
-    event(_log, "checkpoint saved", step=step, path=path, megabytes=size / 1e6, seconds=seconds, MB_per_second=rate)
+def log_saved(step: int, path: Path, size: int, seconds: float, delay: float | None = None) -> None:
+    """Say so, with the rate; called after the commit and never before.
+
+    `size`: bytes of all ranks, known to rank 0; `delay`: since the snapshot, where that was not waited for.
+    """
+    numbers: dict[str, Any] = {"megabytes": size / 1e6, "seconds": seconds}
+    numbers["MB_per_second"] = size / 1e6 / max(seconds, 1e-9)
+    if delay is not None:
+        numbers["seconds_after_snapshot"] = delay
+    event(_log, "checkpoint saved", step=step, path=path, **numbers)

@@ -133,10 +133,12 @@ class Saving:
 
     def _note(self, saved: Saved | None) -> None:
         if saved is not None and saved.local:
-            times = {"seconds": saved.seconds, "stall_seconds": self._stall}
-            self.writer.write("event", saved.step, event="saved locally", **times)
+            self.writer.write("event", saved.step, event="saved locally", **self._times(saved))
         elif saved is not None:
-            self._committed(saved.path, saved.step, seconds=saved.seconds, stall_seconds=self._stall)
+            self._committed(saved.path, saved.step, **self._times(saved))
+
+    def _times(self, saved: Saved) -> dict[str, float]:
+        return {"seconds": saved.seconds, "stall_seconds": self._stall, "delay_seconds": saved.delay}
 
     def _committed(self, path: Path, step: int, **seconds: float) -> None:
         self._failed, self.newest = 0, path
