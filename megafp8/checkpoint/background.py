@@ -7,6 +7,7 @@ the middle of a write too, so that it never outlives its trainer: a checkpoint i
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -32,6 +33,7 @@ from megafp8.core.jsonio import resource_error, write_atomic
 
 HEADER_BYTES = 4096  # of the shared memory: bytes written of the present job, little-endian; a page, so that data align
 NICENESS = 10  # training comes first where cores are few
+_PR_SET_PDEATHSIG = 1  # prctl(2): a signal for us when the thread that started us ends; trainers do so in the main one
 
 Job = Mapping[str, Any]
 
@@ -151,6 +153,8 @@ def main() -> None:
         # a terminal's or a scheduler's signal to all processes is the trainer's to answer: it may want one more save
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
+    if sys.platform.startswith("linux"):  # the end of stdin is not seen by a process that is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     writer = Writer(int(sys.argv[1]))
     jobs: queue.Queue[Job] = queue.Queue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()

@@ -176,18 +176,21 @@ saver = AsyncSaver(sys.argv[1], Mesh.single(), CheckpointConfig(), Staging(60.0)
 tensors = {"weight": torch.ones(1 << 23)}
 saver.begin(1, tensors, {}, {})
 saver.wait()
-saver.begin(2, tensors, {}, {})
+if sys.argv[2] == "writes":
+    saver.begin(2, tensors, {}, {})
+if sys.argv[2] == "is stopped":
+    os.kill(saver.staging._process.pid, signal.SIGSTOP)
 print(saver.staging._process.pid, flush=True)
-time.sleep(float(sys.argv[2]))
+time.sleep(0.02)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
-def test_the_process_never_outlives_its_trainer(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(tmp_path), "0.02"], stdout=subprocess.PIPE, text=True, check=False
-    )
+@pytest.mark.parametrize("when", ["waits", "writes", "is stopped"])
+def test_the_process_never_outlives_its_trainer(tmp_path, when):
+    words = [sys.executable, "-c", TRAINER, str(tmp_path), when]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     pid, end = int(done.stdout), time.monotonic() + 5
     while is_alive(pid):
