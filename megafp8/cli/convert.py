@@ -10,6 +10,8 @@ HELP = "convert a checkpoint to or from a Hugging Face folder, and verify what w
 EPILOG = """examples:
   megafp8 convert --to hf runs/tiny-fp8 exports/tiny-hf             newest complete checkpoint of a run, BF16
   megafp8 convert --to hf runs/big/checkpoints/step_00010000 out --dtype fp32
+  megafp8 convert --to modelopt runs/tiny-fp8 exports/tiny-fp8      FP8 with the run's own activation scales
+  megafp8 convert --to modelopt RUN OUT --quant nvfp4 --kv-cache fp8 --calibrate data/en/valid --samples 256
   megafp8 convert --from hf ~/models/Llama-3-8B runs/init           weights only, for continued pretraining
 
 The result is written beside OUT and renamed when it is complete and verified: reloaded with transformers, logits and
@@ -20,11 +22,16 @@ A conversion that is interrupted goes on where it was when the same command is g
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("hf",), help="write this format")
+    way.add_argument("--to", choices=("hf", "modelopt", "compressed-tensors"), help="write this format")
     way.add_argument("--from", choices=("hf",), dest="source_format", help="read this format")
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, a run's folder, or (--from) a foreign folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (--to)")
+    parser.add_argument("--quant", default="", metavar="SCHEME", help="modelopt: fp8 (default), fp8-block, nvfp4")
+    parser.add_argument("--kv-cache", choices=("none", "fp8"), default="none", help="scales of keys and values too")
+    parser.add_argument("--calibrate", metavar="CORPUS", help="take activation scales from this .bin/.idx or text file")
+    parser.add_argument("--samples", type=int, default=128, metavar="N", help="of the corpus (default 128)")
+    parser.add_argument("--percentile", type=float, default=100.0, metavar="P", help="below 100 clips outliers")
     parser.add_argument("--tokenizer", metavar="PATH", help="(--to) its file, if it has moved since training")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads; 0: as many as cores, at most 8")
     parser.add_argument("--no-verify", action="store_true", help="do not reload and compare (needs no transformers)")
@@ -40,10 +47,30 @@ def run(args: argparse.Namespace) -> int:
         path = from_hf(args.source, args.out, workers=args.workers, say=print)
         print(f"{path}: written; weights only")
         return 0
+    if args.to != "hf":
+        return _quantized(args)
     to_hf(
         args.source,
         args.out,
         dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        verify=not args.no_verify,
+        workers=args.workers,
+        say=print,
+    )
+    return 0
+
+
+def _quantized(args: argparse.Namespace) -> int:
+    from megafp8.convert.fp8_folder import Options, to_quantized
+    from megafp8.convert.scales import Calibration
+
+    calibration = Calibration(args.calibrate, args.samples, args.percentile) if args.calibrate else None
+    options = Options(args.to, args.quant, args.kv_cache == "fp8", calibration, args.dtype)
+    to_quantized(
+        args.source,
+        args.out,
+        options,
         tokenizer=args.tokenizer,
         verify=not args.no_verify,
         workers=args.workers,

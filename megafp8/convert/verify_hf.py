@@ -118,12 +118,12 @@ def verify_folder(
         CheckpointError: transformers cannot load the folder.
     """
     transformers = load("transformers", "convert with --no-verify")
-    ids = _sample_ids(config, tokenizer)
+    ids = sample_ids(config, tokenizer)
     stored = next(iter(tensors.values())).dtype
     exact = _logits(_model_in(torch.float64, config, tensors), ids)
     comparisons, samples = [], ("", "")
     for dtype in dict.fromkeys((torch.float32, stored)):
-        ours, theirs = _model_in(dtype, config, tensors), _reload(transformers, folder, dtype)
+        ours, theirs = _model_in(dtype, config, tensors), reload(transformers, folder, dtype)
         routed = bool(config.moe.num_experts) and dtype != torch.float32
         comparisons.append(_compare(dtype, exact, _logits(ours, ids), _their_logits(theirs, ids), routed=routed))
         if dtype == torch.float32:
@@ -132,7 +132,7 @@ def verify_folder(
     return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, *samples, kind)
 
 
-def _sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor:
+def sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor:
     """[1, S] ids of real text; without a tokenizer, ids spread over the vocabulary."""
     limit = min(config.max_sequence_length, _MAX_TOKENS)
     if tokenizer is None:
@@ -141,7 +141,12 @@ def _sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tenso
     return torch.tensor([ids[:limit]])
 
 
-def _reload(transformers: Any, folder: Path, dtype: torch.dtype) -> Any:
+def reload(transformers: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model of a folder, ready to run.
+
+    Raises:
+        CheckpointError: it cannot load it.
+    """
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)

@@ -8,6 +8,8 @@ Shapes: [S or S/tp, B, H] in and out; N tokens of a rank, R rows of its experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -38,6 +40,7 @@ class Experts(nn.Module):
     """
 
     recompute: frozenset[str] = frozenset()  # "activation": its output is made again in backward, see nn/recompute
+    watch: Callable[[Tensor], None] | None = None  # is shown the input of `down`, for calibration
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class Experts(nn.Module):
         gates = gates.unflatten(1, (2, gates.shape[1] // 2))  # a rank may have no tokens: -1 would be ambiguous
         hidden, kept = activation(gates, "swiglu", self.kernels), gates.detach()
         again = (lambda: self.kernels.swiglu(kept)) if "activation" in self.recompute else None
+        if self.watch is not None:
+            self.watch(hidden)
         if self.smooth:
             sizes = counts.tolist()
             scales = channel_scales(hidden.detach(), sizes)

@@ -1,0 +1,250 @@
+"""Does a quantized folder say what the model says? Every tensor, every scale, and the logits of a server of it.
+
+The folder is read by `fp8_read`, its weights are handed to transformers' own class of the model, which knows nothing of
+our names, and inputs of linears are rounded there as the stored scales say.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megafp8.convert.fp8_read import Decoded, read_quantized
+from megafp8.convert.optional import load
+from megafp8.convert.source import Source, unrounded
+from megafp8.convert.verify_hf import logit_bound, reload, sample_ids
+from megafp8.core.errors import CheckpointError
+from megafp8.core.jsonio import write_json
+from megafp8.data.tokenizer import load_tokenizer
+from megafp8.infer.weights import build_model
+from megafp8.models.decoder import Decoder
+from megafp8.models.names import join, resolved_rules, split
+from megafp8.nn.cache import KeyValueCache
+
+Tensor = torch.Tensor
+E4M3_MAX = 448.0
+# Relative RMS error of rounding: E4M3 has 3 mantissa bits, about 0.027 for normals however they are distributed. E2M1
+# under block scales: 0.09 to 0.11 for normal weights.
+_RMS = {"FP8": 0.03, "FP8_CHANNEL": 0.03, "FP8_PB_WO": 0.03, "NVFP4": 0.13}
+_CLIPPED = 0.01  # share of an input's values on other text than its scale was made from
+_SMALLEST = 2.0**-10  # of the largest storable input that the text should reach: E4M3 then still has normals for it
+
+
+def verify_quantized(folder: Path, source: Source, spec: str, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Compare; returns what was found, for the record.
+
+    Raises:
+        CheckpointError: anything out of bounds; all of it, in one line.
+        ConfigError: transformers is not installed.
+    """
+    transformers = load("transformers", "convert with --no-verify")
+    decoded = read_quantized(folder)
+    problems, worst = _compare_tensors(decoded, source)
+    say(f"tensors: {len(decoded.steps)} quantized, largest relative RMS error {worst:.4f}, the others exact")
+    ids = sample_ids(source.config, load_tokenizer(spec))
+    ours = build_model(source.config, {n: source.read(n, torch.float32) for n in source.shapes})
+    same = build_model(source.config, _as_ours(decoded, source))
+    double = build_model(source.config, {n: t.double() for n, t in _as_ours(decoded, source).items()})
+    with _served(transformers, folder, decoded) as theirs, torch.inference_mode():
+        exact, mine, plain = double(ids)[0].double(), same(ids)[0].double(), theirs(ids).logits[0].double()
+        bound = logit_bound(exact, mine, routed=bool(source.config.moe.num_experts))
+        rows = (mine - plain).abs().amax(-1)
+        largest = float(rows.median() if source.config.moe.num_experts else rows.max())
+        if not largest <= bound:
+            problems.append(f"logits of the decoded weights: transformers' differ by {largest:.3g} (bound {bound:.3g})")
+        shares = _watch_inputs(theirs, decoded, ids, problems)
+        with _rounded_inputs(theirs, decoded):
+            quantized = theirs(ids).logits[0].double()
+        reference = ours(ids)[0].double()
+    kinds = {"weights": plain, "weights and activations": quantized}
+    figures = {what: _distance(reference, logits, ids) for what, logits in kinds.items()}
+    if decoded.kv_scales:
+        figures["weights, FP8 cache"] = _distance(reference, _with_cache(same, decoded, ids, problems), ids)
+    for what, found in figures.items():
+        say(f"{what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    _judge(figures, problems)
+    if problems:
+        raise CheckpointError(f"the written folder does not say what the model says: {'; '.join(problems[:8])}")
+    return {"comparisons": figures, "clipped": shares, "largest_rms": worst}
+
+
+def _compare_tensors(decoded: Decoded, source: Source) -> tuple[list[str], float]:
+    """Each stored tensor against the source's fp32: exact where not quantized, half a step where it is."""
+    problems, worst, left = [], 0.0, set(decoded.tensors)
+    for rule in resolved_rules(source.config):
+        whole = source.read(rule.ours, torch.float32)
+        for name, wanted in zip(rule.theirs, split(source.config, rule, whole), strict=True):
+            found = decoded.tensors.get(name)
+            if found is None:
+                problems.append(f"{name} is missing")
+                continue
+            left.discard(name)
+            if name not in decoded.steps:
+                stored = wanted if unrounded(rule.ours) else wanted.to(found.dtype)
+                if found.shape != stored.shape or not torch.equal(found, stored):
+                    problems.append(f"{name} is not the model's, rounded to {found.dtype}")
+                continue
+            wanted = wanted.T if rule.kind.startswith("conv1d") else wanted
+            if found.shape != wanted.shape:
+                problems.append(f"{name} has shape {tuple(found.shape)}, not {tuple(wanted.shape)}")
+                continue
+            error = (found - wanted).abs()
+            rms = float(error.norm() / wanted.norm().clamp_min(1e-30))
+            worst = max(worst, rms)
+            if not rms <= _RMS[decoded.algorithm] or not bool((error <= _half_step(decoded, name, wanted)).all()):
+                problems.append(f"{name} is off by {float(error.max()):.3g}, {rms:.3f} relative RMS: not its rounding")
+    return problems + [f"{name} belongs to no tensor of the model" for name in sorted(left)], worst
+
+
+def _half_step(decoded: Decoded, name: str, wanted: Tensor) -> Tensor:
+    """The most that rounding to the format moves each element; 2^-20 for the arithmetic of scales in fp32."""
+    step = decoded.steps[name]
+    if decoded.algorithm == "NVFP4":  # codes 4 and 6 lie 2 apart; a block scale rounded down clips up to 1/16 of 6
+        return 1.4 * step + wanted.abs() * 2.0**-20
+    return torch.maximum(wanted.abs() * 2.0**-4, step * 2.0**-10) * (1 + 2.0**-20)
+
+
+def _as_ours(decoded: Decoded, source: Source) -> dict[str, Tensor]:
+    """The decoded weights under our names, fp32."""
+    tensors = {}
+    for rule in resolved_rules(source.config):
+        parts = [decoded.tensors[name] for name in rule.theirs]
+        if rule.kind.startswith("conv1d") and rule.theirs[0] in decoded.steps:
+            parts = [part.T for part in parts]
+        tensors[rule.ours] = join(source.config, rule, parts).float()
+    return tensors
+
+
+@contextmanager
+def _served(transformers: Any, folder: Path, decoded: Decoded) -> Iterator[Any]:
+    """transformers' own model over the decoded weights, in fp32."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.decoded") as name:
+        place = Path(name)
+        turned = dict(decoded.tensors)
+        if decoded.config["model_type"] == "gpt2":  # its class keeps [in, out]
+            turned |= {n: decoded.tensors[n].T.contiguous() for n in decoded.steps}
+        load("safetensors.torch").save_file(turned, place / "model.safetensors", metadata={"format": "pt"})
+        write_json(place / "config.json", {**decoded.config, "dtype": "float32", "torch_dtype": "float32"})
+        yield reload(transformers, place, torch.float32)
+
+
+def _modules(model: Any, decoded: Decoded) -> dict[str, Any]:
+    """The linears of the model that have a stored input scale. Experts that its class fuses have none of their own."""
+    known = dict(model.named_modules())
+    return {name: known[name] for name in decoded.input_scales if name in known}
+
+
+def _watch_inputs(model: Any, decoded: Decoded, ids: Tensor, problems: list[str]) -> dict[str, float]:
+    """The share of each linear's inputs that its scale clips, on text that the scale was not made from."""
+    shares: dict[str, float] = {}
+
+    def watch(name: str) -> Any:
+        limit = decoded.input_scales[name] * (6 * E4M3_MAX if decoded.algorithm == "NVFP4" else E4M3_MAX)
+
+        def hook(module: Any, args: Any) -> None:
+            size = args[0].abs()
+            shares[name] = float((size > limit).double().mean())
+            if shares[name] > _CLIPPED or float(size.max()) < _SMALLEST * limit:
+                problems.append(
+                    f"{name}: inputs up to {float(size.max()):.3g} do not fit a scale made for {limit:.3g} "
+                    f"({shares[name]:.2%} clipped)"
+                )
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(watch(name)) for name, module in _modules(model, decoded).items()]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return {name: share for name, share in shares.items() if share > 0}
+
+
+@contextmanager
+def _rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
+    """Within it, linears see their inputs as FP8 codes under the stored scales, or under scales of each token."""
+    def hook(name: str) -> Any:
+        def rounded(module: Any, args: Any) -> Any:
+            x = args[0]
+            scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX  # as it comes, a token at a time
+            if decoded.algorithm == "FP8":
+                scale = torch.tensor(decoded.input_scales[name])
+            return ((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale, *args[1:])
+
+        return rounded
+
+    known = dict(model.named_modules())
+    names = [name.removesuffix(".weight") for name in decoded.steps]
+    handles = [known[name].register_forward_pre_hook(hook(name)) for name in names if name in known]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Fp8Cache(KeyValueCache):
+    """Keys and values as FP8 codes under the stored scales, from the first token on."""
+
+    def __init__(self, batch: int, slots: int, scales: dict[str, tuple[float, float]], problems: list[str]) -> None:
+        super().__init__(batch, slots)
+        self.scales, self.problems = scales, problems
+
+    @property
+    def is_first(self) -> bool:
+        return False
+
+    def extend(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Round them, and look whether the scales fit."""
+        pair = []
+        for x, scale, what in zip((k, v), self.scales[name], "kv", strict=True):
+            share, largest = float((x.abs() > E4M3_MAX * scale).double().mean()), float(x.abs().max())
+            if share > _CLIPPED or largest < _SMALLEST * E4M3_MAX * scale:
+                self.problems.append(f"{name}: {what}_scale {scale:.3g} does not fit values up to {largest:.3g}")
+            pair.append((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale)
+        return super().extend(name, *pair)
+
+
+def _with_cache(model: Decoder, decoded: Decoded, ids: Tensor, problems: list[str]) -> Tensor:
+    """Logits [S, V] with an FP8 cache, by our engine: transformers has none."""
+    scales = {f"layers.{number}.attention": pair for number, pair in enumerate(_in_order(decoded.kv_scales))}
+    cache = _Fp8Cache(len(ids), ids.shape[1], scales, problems)
+    with torch.inference_mode():
+        logits = model(ids, positions=torch.arange(ids.shape[1])[None], cache=cache)
+    assert isinstance(logits, Tensor)
+    return logits[0].double()
+
+
+def _in_order(scales: dict[str, tuple[float, float]]) -> list[tuple[float, float]]:
+    def number(module: str) -> int:
+        return next(int(part) for part in module.split(".") if part.isdigit())
+
+    return [scales[module] for module in sorted(scales, key=number)]
+
+
+def _distance(reference: Tensor, found: Tensor, ids: Tensor) -> dict[str, float]:
+    """Of logits [S, V]: KL in nats, top-1 agreement, and both perplexities on the text itself."""
+    log_p, log_q = torch.log_softmax(reference, -1), torch.log_softmax(found, -1)
+    losses = [float(F.cross_entropy(logits[:-1], ids[0, 1:])) for logits in (reference, found)]
+    return {
+        "KL": float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        "largest": float((reference - found).abs().max()),
+        "top-1 agreement": float((reference.argmax(-1) == found.argmax(-1)).double().mean()),
+        "perplexity before": math.exp(min(losses[0], 700)),
+        "perplexity after": math.exp(min(losses[1], 700)),
+    }
+
+
+def _judge(figures: dict[str, dict[str, float]], problems: list[str]) -> None:
+    """Rounding inputs too may cost a few times what rounding the weights costs; a wrong scale costs far more."""
+    weights = figures["weights"]["KL"]
+    for what, found in figures.items():
+        bound = 0.02 + 20 * max(weights, 0.0)
+        if not found["KL"] <= bound:  # NaN as well
+            problems.append(f"{what}: KL {found['KL']:.3g} nats is above {bound:.3g}")
