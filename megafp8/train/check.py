@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.core.errors import DataError
+from megafp8.core.errors import DataError, MegaError
 from megafp8.data.indexed import IndexedDataset
 from megafp8.models.activations import Workload
 from megafp8.models.config import ModelConfig, quantizable_shapes
@@ -17,6 +17,7 @@ from megafp8.parallel.mesh_config import axis_sizes, check_mesh
 from megafp8.parallel.stages import schedule_problems
 from megafp8.plan.step_plan import NAMES, bubble_of
 from megafp8.train.config import RunConfig, batches_of, check_run
+from megafp8.train.load_check import refuse_unfit
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def dry_run(config: RunConfig, world: int) -> Report:
         if not schedule_problems(config.parallel, config.model.num_layers):
             rows += _memory_rows(config, world)
     rows += _token_rows(config) + _corpus_rows(config)
+    if config.checkpoint.load_from:
+        rows.append(("begins from", f"{config.checkpoint.load_from} ({config.checkpoint.load_what})"))
+        try:
+            refuse_unfit(config)
+        except MegaError as error:
+            problems.append(str(error))
     return Report(tuple(rows), tuple(problems))
 
 

@@ -1,6 +1,6 @@
 """What a new run begins from in place of random weights: another checkpoint, all of it or parts, or a foreign folder.
 
-Read once: a run that has a checkpoint of its own goes on from that. `load_check` has judged before processes started.
+Read once: a run that has a checkpoint of its own goes on from that. `load_check.refuse_unfit` has judged it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from megafp8.checkpoint import find, load, read_meta
 from megafp8.core.config import nearest
 from megafp8.core.errors import CheckpointError, ConfigError, DataError
 from megafp8.core.log import event, get_logger
-from megafp8.data.tokenizer import load_tokenizer
+from megafp8.data.tokenizer import Tokenizer, load_tokenizer
 from megafp8.infer.weights import BALANCE, MASTER
 from megafp8.models.config import ModelConfig
 from megafp8.parallel.collectives import merge_dicts
-from megafp8.train.load_check import is_foreign, refuse_unfit
+from megafp8.train.load_check import is_foreign
 from megafp8.train.setup import Parts
 from megafp8.train.state import load_run, refuse_nonfinite, tensors_of
 
 logger = get_logger(__name__)
 
 _VOCABULARY = ("embedding.weight", "output.weight")
+_TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs, doesn't it?  Two spaces, a\ttab\nand a line.",
+    "Größere Wörterbücher enthalten Straßenbahnhaltestellen; Ärger über Öl kostet 12,50 €.",
+    "日本語の文章には空白がありません。「形態素」が必要です。",
+    "def f(x):\n    return {'a': x ** 2, \"b\": [1, 2.5e-3]}\n",
+    "naïve café 👩\u200d🔬 Ελληνικά Русский العربية हिन्दी \u0000",
+)
 
 
 class Foreign(Protocol):
@@ -56,12 +63,14 @@ def begin_from(parts: Parts, open_foreign: OpenForeign | None = None) -> tuple[P
     asked = parts.config.checkpoint
     if not asked.load_from:
         return None
-    refuse_unfit(parts.config)
     path = Path(asked.load_from)
     chosen = _chosen(parts, asked.load_only)
     if is_foreign(path):
         assert open_foreign is not None, "who starts a run says how foreign folders are read"
-        _compare_tokenizer(parts, _foreign_tokenizer(path), path, chosen)
+        theirs = _foreign_tokenizer(path)
+        same = theirs is not None and parts.tokenizer is not None and same_ids(parts.tokenizer, theirs)
+        said = parts.corpus.get("fingerprint") if same else theirs.fingerprint if theirs else None
+        _compare_tokenizer(parts, said, path, chosen)
         count = _take_foreign(parts, path, open_foreign, chosen)
     else:
         path = find(path)
@@ -134,11 +143,22 @@ def _take_foreign(parts: Parts, path: Path, open_foreign: OpenForeign, chosen: C
     return count
 
 
-def _foreign_tokenizer(path: Path) -> str | None:
+def _foreign_tokenizer(path: Path) -> Tokenizer | None:
     try:
-        return load_tokenizer(str(path)).fingerprint
+        return load_tokenizer(str(path))
     except DataError:
         return None
+
+
+def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether two tokenizers, of files that differ, give the same ids: one may be a translation of the other.
+
+    Judged by texts of several scripts, and by what up to 4,096 ids of all over the vocabulary decode to.
+    """
+    if a.eod_id != b.eod_id or any(a.encode(text) != b.encode(text) for text in _TEXTS):
+        return False
+    size = min(a.vocab_size, b.vocab_size)
+    return all(a.decode([i]) == b.decode([i]) for i in range(0, size, max(1, size // 4096)))
 
 
 def _compare_tokenizer(parts: Parts, there: str | None, path: Path, chosen: Callable[[str], bool]) -> None:

@@ -32,6 +32,7 @@ from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
 from megafp8.train.guard import NonFiniteGuard, RunLock
 from megafp8.train.initial import OpenForeign, begin_from
+from megafp8.train.load_check import refuse_unfit
 from megafp8.train.progress import StepBar
 from megafp8.train.replicas import check_replicas, is_due
 from megafp8.train.rewinds import extended, read_skips, write_skips
@@ -90,6 +91,7 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
         if stopped:
             event(logger, "this job was told to stop: not started again", exit_code=stopped)
             return RunResult(stopped, 0, float("nan"), (), None)
+        refuse_unfit(config)
         return Run(build_parts(config, mesh, device), stops, open_foreign).go()
     finally:
         faults.at("exit")

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import BPE
 
 from megafp8.core.errors import CheckpointError, ConfigError
+from megafp8.data.tokenizer import load_tokenizer
+from megafp8.train.check import dry_run
 from megafp8.train.config import RunConfig, schedule_of
-from megafp8.train.initial import begin_from
+from megafp8.train.initial import begin_from, same_ids
 from megafp8.train.load_check import refuse_unfit
 from megafp8.train.setup import Parts, assemble, make_mesh
 from megafp8.train.state import load_newest_run, save_run, tensors_of
@@ -51,6 +55,7 @@ def begun(folder: Path, model: dict[str, Any] | None = None, **checkpoint: Any) 
     parts = parts_of(folder, model=model or {**MODEL, "moe": MOE}, run={"dir": str(folder), "seed": 5},
                      checkpoint=checkpoint)  # fmt: skip
     before = copies(parts)
+    refuse_unfit(parts.config)
     return parts, begin_from(parts), before
 
 
@@ -151,6 +156,23 @@ def test_another_tokenizer_is_refused_unless_no_table_is_taken(tmp_path, other):
     start(change_model=True)
 
 
+def test_a_translated_tokenizer_is_the_same_one(tmp_path):
+    """As an export holds it: another file, the same ids."""
+    letters = {chr(i): i for i in range(32, 127)}
+    vocab = {**letters, "ab": 127, "</s>": 128}
+    files = []
+    for name, merges in (("a", [("a", "b")]), ("b", [("a", "b")]), ("c", [])):
+        made = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges))
+        made.add_special_tokens(["</s>"])
+        if name == "b":
+            made.enable_truncation(9)  # a file of other bytes
+        made.save(str(tmp_path / f"{name}.json"))
+        files.append(load_tokenizer(tmp_path / f"{name}.json"))
+    a, b, c = files
+    assert a.fingerprint != b.fingerprint and same_ids(a, b)
+    assert not same_ids(a, c) and not same_ids(a, load_tokenizer("bytes"))
+
+
 def test_what_is_not_there_or_makes_no_sense(tmp_path, other):
     folder, _ = other
     newest = folder / "checkpoints" / "step_00000003"
@@ -178,3 +200,12 @@ def test_a_run_that_has_a_checkpoint_does_not_look(tmp_path, other):
     folder, _ = other
     gone = {"load_from": str(tmp_path / "gone")}
     refuse_unfit(config_of(folder, model={**MODEL, "moe": MOE}, checkpoint=gone))
+
+
+def test_the_dry_run_says_it(tmp_path, other):
+    folder, _ = other
+    right = config_of(tmp_path / "new", model={**MODEL, "moe": MOE}, checkpoint={"load_from": str(folder)})
+    report = dry_run(right, 1)
+    assert ("begins from", f"{folder} (weights)") in report.rows and not report.problems
+    wrong = config_of(tmp_path / "new", model={**MODEL, "vocab_size": 99}, checkpoint={"load_from": str(folder)})
+    assert "model.vocab_size is 99 here, 64 there" in dry_run(wrong, 1).problems[0]
