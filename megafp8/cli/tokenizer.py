@@ -9,7 +9,7 @@ HELP = "train a tokenizer on the train split of a corpus; compare tokenizers on 
 EPILOG = """examples:
   megafp8 tokenizer train examples/tiny_cpu/corpus.toml
   megafp8 tokenizer train --input 'data/*.jsonl.zst' --vocab-size 32000 --out runs/tokenizer
-  megafp8 tokenizer train corpus.toml --tokenizer.language_weights '{"en": 2, "ja": 1}'
+  megafp8 tokenizer train corpus.toml --tokenizer.language_weights '{en = 2, ja = 1}'
   megafp8 tokenizer report runs/tokenizer other/tokenizer.json --input 'data/*.jsonl.zst'
 
 With a corpus.toml the tokenizer goes to its output.folder, where `megafp8 preprocess` finds it.

@@ -163,7 +163,7 @@ class _Run:
             self.totals = Totals.from_json(manifest["counts"])
             self.totals.judge_read(self.config, self.folder / places.QUARANTINE)
             self.totals.judge_splits(self.config)
-            tokenizer_check.judge(self.folder, manifest["tokenizer_report"], self.config)
+            tokenizer_check.judge(self.config.tokenizer.path, manifest["tokenizer_report"], self.config)
             return manifest
         event(_log, "making the corpus again", because=reason)
         return {}

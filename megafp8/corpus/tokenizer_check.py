@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megafp8.core.errors import DataError
@@ -18,6 +17,7 @@ from megafp8.data.tokenizer import Tokenizer
 _log = get_logger(__name__)
 MAX_PARTS = 32  # that are looked into, evenly spread over the corpus
 _SAMPLE_BYTES = 4_000_000  # of text that are encoded in all
+_TRAINED = "turn tokenizer.byte_fallback on, or allow it with --tokenizer.max_lossy_share"
 _WAY_OUT = (
     "choose a tokenizer that keeps text (byte-level, or with byte fallback and no normalization), let a `normalise` "
     "step make of the text what it keeps, or allow it with --tokenizer.max_lossy_share"
@@ -57,7 +57,7 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found.figures()
 
 
-def judge(spec: Path | str, report: Mapping[str, Any], config: CorpusConfig) -> None:
+def judge(spec: str, report: Mapping[str, Any], config: CorpusConfig) -> None:
     """Say how many documents of `figures` do not come back.
 
     Raises:
@@ -69,5 +69,6 @@ def judge(spec: Path | str, report: Mapping[str, Any], config: CorpusConfig) -> 
     unknown = f" ({total['unknown_tokens']:,} unknown pieces)" if total["unknown_tokens"] else ""
     what = f"{lossy:,} of {total['documents']:,} sampled documents{unknown}, first: {report['first_loss']}"
     if lossy > config.tokenizer.max_lossy_share * total["documents"]:
-        raise DataError(f"{spec}: does not give back the text of {what}; {_WAY_OUT}")
+        name, way_out = (spec, _WAY_OUT) if config.tokenizer.path else ("the tokenizer trained here", _TRAINED)
+        raise DataError(f"{name}: does not give back the text of {what}; {way_out}")
     event(_log, "tokenizer loses text", level=30, documents=what)
