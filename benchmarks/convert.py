@@ -116,7 +116,7 @@ def _run(what: str, source: Path, out: Path, workers: int) -> int:
     before, begin, work = _resident("VmRSS"), time.perf_counter(), time.process_time()
     jobs: dict[str, Callable[[], object]] = {
         "to_hf": lambda: to_hf(source, out, verify=False, workers=workers),
-        "from_hf": lambda: from_hf(source, out, workers=workers),
+        "from_hf": lambda: from_hf(source, out, verify=False, workers=workers),
         "copy": lambda: _copy(source, out, durable=True),
         "copy_only": lambda: _copy(source, out, durable=False),
     }

@@ -18,6 +18,15 @@ The result is written beside OUT and renamed when it is complete and verified: r
 tokenizer ids compared with ours. Exit code 4 if they differ by more than rounding explains; then nothing is left.
 A conversion that is interrupted goes on where it was when the same command is given again."""
 
+# format -> the options that it has beside --workers and --no-verify
+_QUANTIZED = ("dtype", "tokenizer", "quant", "kv_cache", "calibrate", "samples", "percentile")
+_USES: dict[str, tuple[str, ...]] = {
+    "--to hf": ("dtype", "tokenizer"),
+    "--to modelopt": _QUANTIZED,
+    "--to compressed-tensors": _QUANTIZED,
+    "--from hf": (),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
@@ -26,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument("--from", choices=("hf",), dest="source_format", help="read this format")
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, a run's folder, or (--from) a foreign folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (--to)")
-    parser.add_argument("--quant", default="", metavar="SCHEME", help="modelopt: fp8 (default), fp8-block, nvfp4")
-    parser.add_argument("--kv-cache", choices=("none", "fp8"), default="none", help="scales of keys and values too")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights (--to; default bf16)")
+    parser.add_argument("--quant", metavar="SCHEME", help="modelopt: fp8 (default), fp8-block, nvfp4")
+    parser.add_argument("--kv-cache", choices=("none", "fp8"), help="scales of keys and values too")
     parser.add_argument("--calibrate", metavar="CORPUS", help="take activation scales from this .bin/.idx or text file")
-    parser.add_argument("--samples", type=int, default=128, metavar="N", help="of the corpus (default 128)")
-    parser.add_argument("--percentile", type=float, default=100.0, metavar="P", help="below 100 clips outliers")
+    parser.add_argument("--samples", type=int, metavar="N", help="of the corpus (default 128)")
+    parser.add_argument("--percentile", type=float, metavar="P", help="below 100 clips outliers")
     parser.add_argument("--tokenizer", metavar="PATH", help="(--to) its file, if it has moved since training")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads; 0: as many as cores, at most 8")
     parser.add_argument("--no-verify", action="store_true", help="do not reload and compare (needs no transformers)")
@@ -43,16 +52,17 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers}: at least one thread is needed; nearest: 1, or 0 for all cores")
+    _refuse_unused(args)
     if args.source_format == "hf":
-        path = from_hf(args.source, args.out, workers=args.workers, say=print)
-        print(f"{path}: written; weights only")
+        path = from_hf(args.source, args.out, verify=not args.no_verify, workers=args.workers, say=print)
+        print(f"{path}: written, {'not ' * args.no_verify}verified; weights only")
         return 0
     if args.to != "hf":
         return _quantized(args)
     to_hf(
         args.source,
         args.out,
-        dtype=args.dtype,
+        dtype=args.dtype or "bf16",
         tokenizer=args.tokenizer,
         verify=not args.no_verify,
         workers=args.workers,
@@ -65,8 +75,10 @@ def _quantized(args: argparse.Namespace) -> int:
     from megafp8.convert.fp8_folder import Options, to_quantized
     from megafp8.convert.scales import Calibration
 
-    calibration = Calibration(args.calibrate, args.samples, args.percentile) if args.calibrate else None
-    options = Options(args.to, args.quant, args.kv_cache == "fp8", calibration, args.dtype)
+    samples = 128 if args.samples is None else args.samples
+    percentile = 100.0 if args.percentile is None else args.percentile
+    calibration = Calibration(args.calibrate, samples, percentile) if args.calibrate else None
+    options = Options(args.to, args.quant or "", args.kv_cache == "fp8", calibration, args.dtype or "bf16")
     to_quantized(
         args.source,
         args.out,
@@ -77,3 +89,13 @@ def _quantized(args: argparse.Namespace) -> int:
         say=print,
     )
     return 0
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """An option that does not go with the format is refused, not passed over."""
+    way = f"--to {args.to}" if args.to else f"--from {args.source_format}"
+    given = [name for uses in _USES.values() for name in uses if getattr(args, name) is not None]
+    wrong = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(given) if name not in _USES[way]]
+    if wrong:
+        fitting = ", ".join(f"--{name.replace('_', '-')}" for name in _USES[way]) or "none"
+        raise ConfigError(f"{', '.join(wrong)} does not go with {way}; options of its own: {fitting}")

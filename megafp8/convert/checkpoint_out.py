@@ -27,6 +27,7 @@ def write_checkpoint(
     out: Path,
     meta: dict[str, Any],
     *,
+    check: Callable[[Path], Any] | None = None,
     workers: int = 0,
     say: Callable[[str], Any] = lambda _: None,
 ) -> Path:
@@ -34,6 +35,7 @@ def write_checkpoint(
 
     Args:
         meta: as of `checkpoint.save`; its config.model is that of the source.
+        check: called with the folder before it gets its name; what it raises leaves nothing behind.
         workers: as of `write_groups`.
 
     Raises:
@@ -51,6 +53,8 @@ def write_checkpoint(
     with Beside(target) as folder:
         written = write_groups(folder, source, groups, options=meta, workers=workers, say=say)
         write_atomic(folder / MANIFEST_NAME, encode(_manifest(folder, written, meta)))
+        if check is not None:
+            check(folder)
     return target
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megafp8 import __version__
 from megafp8.checkpoint.folders import candidates
@@ -21,7 +23,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES
+from megafp8.infer.weights import DTYPES, in_dtype, stored_name
 from megafp8.models import ModelConfig
 from megafp8.models.families.rules import Rule
 from megafp8.models.names import VIEWS, hf_config, resolved_rules, split
@@ -154,6 +156,7 @@ def from_hf(
     source: Path | str,
     out: Path | str,
     *,
+    verify: bool = True,
     workers: int = 0,
     say: Callable[[str], Any] = lambda _: None,
 ) -> Path:
@@ -163,12 +166,14 @@ def from_hf(
     back the same bits. An interrupted run goes on where it was.
 
     Args:
+        verify: compare the logits of what was written with those of transformers on the folder itself.
         workers: as of `to_hf`.
         say: takes lines for people.
 
     Raises:
-        CheckpointError: no model there, pickled or quantized weights, tensors missing, unknown or of wrong shapes.
-        ConfigError: a model type that no family serves.
+        CheckpointError: no model there, pickled or quantized weights, tensors missing, unknown or of wrong shapes; or
+            the comparison is out of bounds, and nothing is there then.
+        ConfigError: a model type that no family serves, or transformers is not installed.
         ResourceError: `out` holds checkpoints already, no space, no permission.
     """
     source, out = Path(source), Path(out)
@@ -187,4 +192,22 @@ def from_hf(
             meta["config"]["data"]["tokenizer"] = str(source.absolute())
         except (DataError, ConfigError):
             meta["tokenizer"] = None  # the run that starts from these weights names its own
-        return write_checkpoint(model, out, meta, workers=workers, say=say)
+        check = partial(_verify_import, model, say=say) if verify else None
+        return write_checkpoint(model, out, meta, check=check, workers=workers, say=say)
+
+
+def _verify_import(source: Source, folder: Path, *, say: Callable[[str], Any]) -> None:
+    """Run what is in the files of `folder` against transformers on the folder that it was made from.
+
+    Without the tokenizer: which one goes with the model is settled when something is trained or exported.
+    """
+    stored = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    ours = {name: stored[stored_name(name)] for name in source.shapes}
+    report = verify_folder(source.path, source.config, in_dtype(ours, source.dtypes["embedding.weight"]), None)
+    for comparison in report.logits:
+        say(str(comparison))
+    if report.problems:
+        raise CheckpointError(
+            f"what was read from {source.path} does not say what transformers reads there: "
+            f"{'; '.join(report.problems)}; please report it (--no-verify writes it anyway)"
+        )

@@ -100,6 +100,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     families: dict[str, Family] = {family.model_type: family for family in FAMILIES.values()}
     model_type = str(config.get("model_type"))
+    if "model_type" not in config:
+        raise ConfigError(f"config.json has no model_type: it is no Hugging Face model (one of: {', '.join(families)})")
     if model_type not in families:
         raise ConfigError(f"model_type {model_type!r} is not one of: {', '.join(families)}")
     try:

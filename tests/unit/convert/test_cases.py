@@ -66,7 +66,7 @@ def test_heads_that_share_keys(tmp_path, kv_heads):
     with torch.inference_mode():
         a, b = ours(ids), theirs(ids).logits
     assert (a - b).abs().max() / a.abs().max() < 1e-5
-    back = weights(from_hf(tmp_path / "hf", tmp_path / "back"))
+    back = weights(from_hf(tmp_path / "hf", tmp_path / "back", verify=False))
     first = weights(tmp_path / "run" / "step_00000001")
     assert all(torch.equal(back[name], first[name]) for name in first)
 

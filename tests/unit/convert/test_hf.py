@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megafp8 import checkpoint
 from megafp8.cli.main import main
-from megafp8.convert import from_hf, hf, hf_files, to_hf
+from megafp8.convert import from_hf, hf, hf_files, source, to_hf
 from megafp8.convert.verify_hf import TEXTS, verify_folder
 from megafp8.core.errors import CheckpointError, ConfigError, ResourceError
 from megafp8.data.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def test_there_and_back_is_exact_and_transformers_agrees(tmp_path, name, qwen_li
     # fp32 errors of 2^-24 sqrt(48 terms x 5 branches) = 1e-6, amplified by saturated attention; measured 3e-6 of the
     # largest logit, and 2.2e-5 where transformers rounds llama3's frequencies otherwise
     assert report.logits[0].largest <= (5e-5 if "llama 3" in name else 1e-5) * report.logits[0].scale
-    back = from_hf(tmp_path / "hf", tmp_path / "back")
+    back = from_hf(tmp_path / "hf", tmp_path / "back", verify=False)
     assert model_config(back) == MODELS[name]
     ours, theirs = weights(source, torch.bfloat16), weights(back, torch.bfloat16)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
@@ -116,7 +116,7 @@ def test_shards_and_their_index(tmp_path, monkeypatch):
     tensors = {n: t for f in files for n, t in load_file(tmp_path / "hf" / f).items()}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     assert set(index["weight_map"]) == set(tensors)
-    back = from_hf(tmp_path / "hf", tmp_path / "back")
+    back = from_hf(tmp_path / "hf", tmp_path / "back", verify=False)
     ours, theirs = weights(source, torch.bfloat16), weights(back, torch.bfloat16)
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
@@ -216,8 +216,27 @@ def test_command_line_both_ways(tmp_path, capsys):
     assert "already made" in capsys.readouterr().out
     assert before == sorted((p.name, p.stat().st_mtime_ns) for p in (tmp_path / "hf").iterdir())
     assert main(["convert", "--from", "hf", out, str(tmp_path / "back")]) == 0
+    capsys.readouterr()
     assert main(["generate", str(tmp_path / "back"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("ab")
+    assert capsys.readouterr().out.splitlines()[0].startswith("ab")
+
+
+def test_an_import_is_verified(tmp_path, exported, monkeypatch, capsys):
+    out = tmp_path / "deep" / "out"
+    assert main(["convert", "--from", "hf", str(exported[1]), str(out)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "logits in float32: largest difference" in said and "logits in bfloat16" in said and "written, verified" in said
+    )
+    assert checkpoint.verify(out / "step_00000000")
+    assert main(["convert", "--from", "hf", str(exported[1]), str(tmp_path / "b"), "--dtype", "fp16"]) == 2
+    assert "--dtype does not go with --from" in capsys.readouterr().err
+    real = source.join
+    swapped = lambda config, rule, parts: real(config, rule, [parts[0], *parts[:0:-1]])  # noqa: E731 - v for k
+    monkeypatch.setattr(source, "join", swapped)
+    assert main(["convert", "--from", "hf", str(exported[1]), str(tmp_path / "swapped")]) == 4
+    assert "does not say what transformers reads there" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["deep"]
 
 
 def test_bad_targets_are_refused_in_one_line(tmp_path, monkeypatch):
@@ -284,6 +303,7 @@ def only_pickle(folder):
 BROKEN = {
     "has no config.json": lambda f: (f / "config.json").unlink(),
     "config.json: cannot be read": lambda f: (f / "config.json").write_text("{"),
+    "has no model_type": rewrite("config.json", lambda c: c.pop("model_type")),
     "model_type 'mamba' is not one of": rewrite("config.json", lambda c: c.update(model_type="mamba")),
     "weights are quantized": rewrite("config.json", lambda c: c.update(quantization_config={"quant_method": "fp8"})),
     "pickled weights .* are not read": only_pickle,
@@ -301,13 +321,13 @@ BROKEN = {
 def test_broken_folders_are_refused_in_one_line(tmp_path, exported, message):
     bad = broken_folder(exported[1], tmp_path, BROKEN[message])
     with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
-        from_hf(bad, tmp_path / "out")
+        from_hf(bad, tmp_path / "out", verify=False)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
 def test_from_hf_keeps_existing_checkpoints(tmp_path, exported):
-    from_hf(exported[1], tmp_path / "out")
+    from_hf(exported[1], tmp_path / "out", verify=False)
     with pytest.raises(ResourceError, match="holds checkpoints already"):
-        from_hf(exported[1], tmp_path / "out")
+        from_hf(exported[1], tmp_path / "out", verify=False)
     names = checkpoint.load_tensors(tmp_path / "out" / "step_00000000")
     assert all(name.startswith(MASTER) and tensor.dtype == torch.float32 for name, tensor in names.items())
