@@ -230,7 +230,9 @@ def test_an_import_is_verified(tmp_path, exported, monkeypatch, capsys):
     )
     assert checkpoint.verify(out / "step_00000000")
     assert main(["convert", "--from", "hf", str(exported[1]), str(tmp_path / "b"), "--dtype", "fp16"]) == 2
-    assert "--dtype does not go with --from" in capsys.readouterr().err
+    assert "--dtype does not go with --from hf; options of its own: none" in capsys.readouterr().err
+    assert main(["convert", "--to", "hf", str(exported[0]), str(tmp_path / "b"), "--kv-cache", "fp8"]) == 2
+    assert "--kv-cache does not go with --to hf" in capsys.readouterr().err
     real = source.join
     swapped = lambda config, rule, parts: real(config, rule, [parts[0], *parts[:0:-1]])  # noqa: E731 - v for k
     monkeypatch.setattr(source, "join", swapped)
