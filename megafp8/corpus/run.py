@@ -207,8 +207,8 @@ class _Run:
                 self._collect(task, record)
         self._judge_read()
         views = self.planner.views(tasks, records)
-        if path := self.config.tokenizer.path:  # a tokenizer that is of no use is found before the global steps
-            self.check(views, path, load_tokenizer(path))
+        if self.given:  # a tokenizer that is of no use is found before the global steps
+            self.check(views, self.config.tokenizer.path, self.given)
         for segment in segments(self.config.steps)[1:]:
             views, mapped, clusters = deduplicate(self.stages, segment, views, self.config)
             self.figures.clusters |= clusters

@@ -35,7 +35,8 @@ def pieces_of(tokenizer: Tokenizer) -> Pieces:
         if kind == TEXT and not _is_whole(data):
             kind = BYTE
         kinds[number] = kind
-        split[number] = _split_characters(data, fallback=kind == BYTE) if kind in (TEXT, BYTE) else kind == UNKNOWN
+        if kind != TEXT:  # whole characters are not split
+            split[number] = _split_characters(data) if kind == BYTE else kind == UNKNOWN
     return Pieces(kinds, split)
 
 
@@ -79,7 +80,7 @@ def _of_definition(definition: dict[str, Any]) -> list[tuple[int, int, bytes]]:
     vocabulary: dict[str, int] | list[Any] = model["vocab"]
     if isinstance(vocabulary, list):  # unigram: [piece, score]
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    letters = byte_letters() if _is_byte_level(definition) else {}
+    letters = _letter_table() if _is_byte_level(definition) else {}
     special = {one["id"] for one in definition.get("added_tokens", []) if one["special"]}
     unknown = model.get("unk_token")
     found = []
@@ -89,8 +90,7 @@ def _of_definition(definition: dict[str, Any]) -> list[tuple[int, int, bytes]]:
         elif number in special:
             continue
         elif letters:
-            data = bytes(letters[letter] for letter in piece) if all(c in letters for c in piece) else piece.encode()
-            found.append((number, TEXT, data))
+            found.append((number, TEXT, _letters_to_bytes(piece, letters)))
         elif model.get("byte_fallback") and len(piece) == 6 and piece.startswith("<0x"):
             found.append((number, BYTE, bytes([int(piece[3:5], 16)])))
         else:
@@ -101,6 +101,20 @@ def _of_definition(definition: dict[str, Any]) -> list[tuple[int, int, bytes]]:
         if not one["special"] and one["content"] not in vocabulary
     ]
     return found
+
+
+def _letter_table() -> dict[int, str]:
+    """For `str.translate`: letters of `byte_letters` to the character of their byte, others below 256 to one above."""
+    letters = byte_letters()
+    return dict.fromkeys(range(256), "�") | {ord(letter): chr(byte) for letter, byte in letters.items()}
+
+
+def _letters_to_bytes(piece: str, table: dict[int, str]) -> bytes:
+    """The bytes that a piece spells, or its own where it is not spelled in letters for bytes."""
+    try:
+        return piece.translate(table).encode("latin-1")
+    except UnicodeEncodeError:
+        return piece.encode()
 
 
 def _is_byte_level(definition: dict[str, Any]) -> bool:
@@ -116,9 +130,9 @@ def _is_whole(data: bytes) -> bool:
     return True
 
 
-def _split_characters(data: bytes, *, fallback: bool) -> int:
+def _split_characters(data: bytes) -> int:
     """Characters that begin in `data` and are not whole in it; a lone fallback byte is never a piece of its own."""
-    if fallback and len(data) == 1:
+    if len(data) == 1:
         return int(not 0x80 <= data[0] < 0xC0)
     begins = sum(not 0x80 <= byte < 0xC0 for byte in data)
     return begins - len(data.decode("utf-8", errors="ignore"))
