@@ -29,7 +29,7 @@ STEPS = "\n".join(f'[[steps]]\nkind = "{kind}"' for kind in KINDS)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: what it took, what it kept, seconds of the tasks of each stage."""
+    """One run: what it took, what it kept, CPU-seconds of the tasks of each stage."""
 
     usage: Usage
     documents: int
@@ -47,7 +47,7 @@ def run_ours(inputs: Inputs, tokenizer: Path, workers: int, folder: Path) -> Out
         for line in (out / "stages" / "log.jsonl").read_text().splitlines():
             entry = json.loads(line)
             if entry["event"] == "done":
-                stages[entry["stage"]] += entry["seconds"]
+                stages[entry["stage"]] += entry["cpu_seconds"]
     return Outcome(usage, counts["num_documents"], counts["num_tokens"], dict(stages))
 
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         one = run_ours(inputs, tokenizers["byte-level"], 1, folder)
         rate = show("megafp8, 1 process", inputs, one)
         for stage, seconds in one.stages.items():
-            print(f"  {stage:12}{seconds:8.2f} s{seconds / sum(one.stages.values()):8.0%}")
+            print(f"  {stage:12}{seconds:8.2f} cpu-s{seconds / one.usage.cpu_seconds:8.0%}")
         if options.scaling:
             two = run_ours(inputs, tokenizers["byte-level"], 2, folder)
             show("megafp8, 2 workers", inputs, two)

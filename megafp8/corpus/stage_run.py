@@ -122,7 +122,8 @@ class _Listener:
         counts = shown_counts(record["counts"])
         self._add(counts)
         self._show()
-        self._write("done", task, seconds=record["seconds"], num_bytes=task.num_bytes, **counts)
+        spent = {name: record[name] for name in ("seconds", "cpu_seconds") if name in record}
+        self._write("done", task, **spent, num_bytes=task.num_bytes, **counts)
 
     def failed(self, failure: Failure) -> None:
         heard = self._running.pop(failure.task.id, {})

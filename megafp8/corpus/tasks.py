@@ -194,7 +194,7 @@ def run_task(root: Path, task: Task, report: Report | None = None) -> dict[str, 
         return record
     folder = root / task.stage
     place = folder / f".{task.id}.{secrets.token_hex(4)}"
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), time.process_time()
     try:
         place.mkdir(parents=True)
         work = Work(root, task, place, report)
@@ -215,6 +215,7 @@ def run_task(root: Path, task: Task, report: Report | None = None) -> dict[str, 
             "counts": counts,
             "num_bytes": task.num_bytes,
             "seconds": round(time.monotonic() - start, 3),
+            "cpu_seconds": round(time.process_time() - cpu_start, 3),
         }
         write_json(task.record_path(root), record)
         return record
