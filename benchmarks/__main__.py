@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import checkpoint_speed, fp8_quantizers, fp8_step, parallel_step, scaling, train_step
+from benchmarks import (
+    checkpoint_speed,
+    corpus_memory,
+    corpus_peers,
+    corpus_pipeline,
+    fp8_quantizers,
+    fp8_step,
+    parallel_step,
+    scaling,
+    train_step,
+)
 
 
 def main() -> int:
@@ -19,6 +29,12 @@ def main() -> int:
     failed = parallel_step.main(sys.argv[1:]) or failed
     print("\nsaving and loading 1 GB, and saving beside steps")
     failed = checkpoint_speed.main(["--rounds", "2"]) or failed
+    print("\njsonl to .bin and .idx, Megatron's loops beside (docs/corpus.md: with more text, and datatrove)")
+    failed = corpus_peers.main(["--megabytes", "20"]) or failed
+    print("\na whole corpus with language id, filters and MinHash, stage by stage")
+    failed = corpus_pipeline.main([]) or failed
+    print("\nmemory of the corpus tools")
+    failed = corpus_memory.main(["--largest", "160", "--documents", "2e6"]) or failed
     print("\nhow the cost of a step grows")
     return scaling.main([]) or failed
 

@@ -18,9 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib import pyplot
 
 from benchmarks.corpus_peers import QUIET, lines_of, make_tokenizers
 from benchmarks.corpus_pipeline import STEPS
@@ -29,8 +27,8 @@ from megafp8.corpus.stages import write
 from megafp8.corpus.tasks import Input, Task, Work
 from megafp8.data.indexed_writer import IndexedDatasetWriter, checksum_file
 
-matplotlib.use("Agg")
-_MEMORY = 256 << 20  # executor.memory_bytes
+_MEMORY = 256 << 20  # executor.memory_bytes of `preprocess`
+_SHUFFLE_MEMORY = 128 << 20  # and of the shuffle alone
 _FEW = 1_000_000  # documents made at once
 _IDS = 50_000
 
@@ -125,7 +123,7 @@ def shuffle_tiny(count: int, folder: Path) -> None:
             values.tofile(path)
             inputs.append(Input(path.name, path.stat().st_size, checksum_file(path)))
     values = {"split": "shuffled", "dtype": "uint16", "vocab_size": _IDS, "metadata": {}, "shuffle_seed": 1}
-    task = Task("write", "shuffled", values, tuple(inputs), {"memory_bytes": _MEMORY})
+    task = Task("write", "shuffled", values, tuple(inputs), {"memory_bytes": _SHUFFLE_MEMORY})
     write.run(Work(folder, task, folder))
 
 
@@ -146,6 +144,11 @@ def measure_documents(count: int, folder: Path) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Peak memory over the input's size."""
+    import matplotlib  # not in the processes whose memory is measured
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for pipeline, colour in (("tokens only", "#1f5fa8"), ("with filters and MinHash", "#c2571a")):
         mine = [row for row in rows if row["pipeline"] == pipeline]

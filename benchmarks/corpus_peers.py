@@ -261,6 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in range(options.rounds):
             for one in found:
                 one.take(inputs, Path(name))
+                spent = f"{one.runs[-1].cpu_seconds:.2f} cpu-s"
+                print(f"  {one.tokenizer}: {one.name}: {spent}", file=sys.stderr, flush=True)
         rows = report(found, inputs.num_bytes)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
