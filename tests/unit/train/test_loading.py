@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megafp8.core.errors import CheckpointError, DataError
-from megafp8.train.setup import Parts, assemble, make_mesh
+from megafp8.core.errors import CheckpointError, ConfigError, DataError
+from megafp8.data import IndexedDatasetWriter
+from megafp8.data.marks import ENDS_ONLY, Marks
+from megafp8.data.tokenizer import identity, load_tokenizer
+from megafp8.data.tokenizer_engine import encode_documents
+from megafp8.train.setup import Parts, assemble, check_corpus, make_mesh
 from megafp8.train.state import load_newest_run, save_run
 from megafp8.train.step import train_step
 from tests.distributed.small_run import MODEL, Tokens, run_config
@@ -116,3 +121,39 @@ def test_a_run_goes_on_with_another_backend(tmp_path):
     assert train_step(stored, 3, 1e-2).loss == expected
     # sums in another order send some activations to the neighbouring code, 2^-4 of each at most
     assert train_step(other, 3, 1e-2).loss == pytest.approx(expected, rel=2**-4)
+
+
+def test_documents_marked_in_another_way_are_refused(tmp_path):
+    """A model that saw a begin id before each document does not go on without one."""
+    parts = parts_of(tmp_path)
+    parts.corpus.update(add_bos=True, append_eos=True)
+    save_run(parts, 1, {})
+    with pytest.raises(CheckpointError, match="begin id, text, end id, those of the data are text, end id"):
+        load_newest_run(parts_of(tmp_path))
+    same = parts_of(tmp_path)
+    same.corpus.update(add_bos=True, append_eos=True)
+    assert load_newest_run(same) is not None
+
+
+def test_documents_without_ends_cannot_be_told_apart(tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    for name, marks in (("begun", Marks(True, False)), ("ended", ENDS_ONLY)):
+        record = {"tokenizer": identity(tokenizer) | marks.to_json()}
+        with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2"), metadata=record) as writer:
+            ids, lengths = encode_documents(tokenizer, ["some text"] * 9, marks)
+            writer.add_documents(ids.astype("<u2"), lengths)
+
+    def checked(*names: str, **data: Any) -> dict[str, Any]:
+        sets = [{"path": str(tmp_path / name)} for name in names]
+        values = {"train": sets[:1], "valid": sets[1:], "tokenizer": "bytes", "sequence_length": 8, **data}
+        model = {**MODEL, "vocab_size": 384}
+        return check_corpus(run_config(run={"dir": str(tmp_path)}, data=values, model=model), tokenizer)
+
+    found = checked("begun")
+    assert found["add_bos"] and not found["append_eos"]
+    for key in ("document_mask", "mask_eod_loss"):
+        with pytest.raises(ConfigError, match="by their end ids"):
+            checked("begun", **{key: True})
+        assert checked("ended", **{key: True})["append_eos"]
+    with pytest.raises(DataError, match="written as text, end id, those of .*begun as begin id, text"):
+        checked("begun", "ended")
