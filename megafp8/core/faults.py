@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,13 @@ class Injector:
         self._folder = Path(env[FOLDER]) if FOLDER in env else None
         self._fired: set[str] = set()
 
-    def due(self, point: str) -> list[Order]:
-        """Orders for this point, rank and step that nobody has carried out; they count as carried out now."""
+    def due(self, point: str) -> Iterator[Order]:
+        """Orders for this point, rank and step that nobody has carried out; as each is taken it counts as such."""
         orders, step = self._orders, str(HEART.last.step)
         if self._folder is not None and (armed := self._folder / "armed").exists():
             orders = orders + parse(armed.read_text())
         mine = [o for o in orders if o.point == point and o.rank in ("*", self._rank) and o.step in ("*", step)]
-        return [order for order in mine if self._claim(order)]
+        return filter(self._claim, mine)
 
     def _claim(self, order: Order) -> bool:
         if order.text in self._fired:
