@@ -184,7 +184,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _copy(args: argparse.Namespace) -> int:
     from megafp8.checkpoint.copies import copy
     from megafp8.checkpoint.folders import find
-    from megafp8.train.guard import RunLock
+    from megafp8.train.lock import RunLock
 
     source, root = find(args.path), Path(args.other)
     lock = RunLock(root.parent)

@@ -30,9 +30,10 @@ from megafp8.train import folder, hangs, metrics, stragglers
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
-from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.guard import NonFiniteGuard
 from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.load_check import refuse_unfit
+from megafp8.train.lock import RunLock
 from megafp8.train.progress import StepBar
 from megafp8.train.replicas import check_replicas, is_due
 from megafp8.train.rewinds import extended, read_skips, write_skips
@@ -73,7 +74,8 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
     device, mesh = start_processes(config)
     HEART.beat("setup")
     faults.at("setup")
-    stops, lock = Stops(config, mesh, request), RunLock(config.dir)
+    lock = RunLock(config.dir)
+    stops = Stops(config, mesh, request, lock)
     try:
         stopped = 0
         if mesh.rank == 0:

@@ -16,6 +16,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.mesh_config import RANK_ORDER
 from megafp8.train.config import RunConfig
 from megafp8.train.folder import STOP_FILE
+from megafp8.train.lock import RunLock
 from megafp8.train.signals import StopRequest
 
 _REASONS = ("", "time", "signal", "file")  # where ranks see several, the last one counts
@@ -26,12 +27,17 @@ _MAX_IDLE_STOPS = 2
 class Stops:
     """What asks this run to stop."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, request: StopRequest) -> None:
-        self._config, self._mesh, self._request = config, mesh, request
+    def __init__(self, config: RunConfig, mesh: Mesh, request: StopRequest, lock: RunLock) -> None:
+        self._config, self._mesh, self._request, self._lock = config, mesh, request, lock
         self._looked, self._there = -_LOOK_SECONDS, False
 
     def agreed(self) -> str:
-        """The reason to stop now, equal on all ranks; empty: none. Collective."""
+        """The reason to stop now, equal on all ranks; empty: none. Collective.
+
+        Raises:
+            ResourceError: rank 0 no longer holds the run folder.
+        """
+        self._lock.check()
         flag = torch.tensor([float(_REASONS.index(self._own()))])
         all_reduce_(flag, self._mesh.group_of(RANK_ORDER), "max")
         return _REASONS[int(flag.item())]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from megafp8.core.config import to_dict
 from megafp8.core.errors import ConfigError, NumericsError, ResourceError
 from megafp8.train import folder, metrics
 from megafp8.train.config import load_run_config
-from megafp8.train.guard import NonFiniteGuard, RunLock
+from megafp8.train.guard import NonFiniteGuard
 from megafp8.train.nonfinite import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,22 +83,6 @@ def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("x")
     with pytest.raises(ResourceError, match=r"choose another run\.dir"):
         folder.prepare(_config(tmp_path))
-
-
-def test_the_lock_names_its_holder_and_ends_with_the_process(tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from megafp8.train.guard import RunLock\n"
-        f"lock = RunLock(Path({str(tmp_path)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(ResourceError, match=f'in use by .*"pid": {holder.pid}'):
-        RunLock(tmp_path).acquire()
-    holder.kill()
-    holder.wait()
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    lock.release()
 
 
 def test_rewind_keeps_one_record_a_step_and_all_seconds(tmp_path):

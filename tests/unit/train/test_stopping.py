@@ -14,6 +14,7 @@ from megafp8.core.errors import NoProgressError
 from megafp8.core.heartbeat import HEART, Heartbeat
 from megafp8.parallel.mesh import Mesh
 from megafp8.train.config import load_run_config
+from megafp8.train.lock import RunLock
 from megafp8.train.restarts import launch, may_restart, restart_loop
 from megafp8.train.signals import StopRequest
 from megafp8.train.stopping import Stops, count_idle_stops, exit_code, stopped_before
@@ -25,7 +26,7 @@ TINY = ROOT / "examples/tiny_cpu/pretrain.toml"
 def _stops(folder: Path, *overrides: str) -> tuple[Stops, Heartbeat]:
     heart = Heartbeat()
     config = load_run_config(TINY, ["--run.dir", str(folder), *overrides])
-    return Stops(config, Mesh.single(), StopRequest(heart)), heart
+    return Stops(config, Mesh.single(), StopRequest(heart), RunLock(folder)), heart
 
 
 def test_a_signal_a_file_and_the_clock_stop_a_run_each_with_its_code(tmp_path, monkeypatch):
