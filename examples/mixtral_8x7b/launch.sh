@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One machine: torchrun starts 8 ranks. Arguments are configuration overrides, e.g. --train.steps 100.
+# One machine: 8 ranks, started again after a fault, at most RESTARTS times in a row without a new checkpoint.
+# Arguments are configuration overrides, e.g. --train.steps 100.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec torchrun --standalone --nproc-per-node "${NPROC:-8}" -m megafp8 pretrain examples/mixtral_8x7b/pretrain.toml "$@"
+exec megafp8 pretrain examples/mixtral_8x7b/pretrain.toml --nproc "${NPROC:-8}" --restarts "${RESTARTS:-3}" "$@"

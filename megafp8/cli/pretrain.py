@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import time
 
@@ -98,7 +99,8 @@ def _start_ranks(args: argparse.Namespace) -> int:
         left = max(1.0, limit - (time.monotonic() - began))
         all_words = [*words, *(["--train.exit_after_seconds", f"{left:.1f}"] if limit else [])]
         if args.launcher:
-            return launch([*shlex.split(args.launcher), sys.executable, "-m", "megafp8", *all_words], config.dir)
+            command = ["megafp8"] if shutil.which("megafp8") else [sys.executable, "-m", "megafp8"]
+            return launch([*shlex.split(args.launcher), *command, *all_words], config.dir)
         return run_ranks(all_words, world=world)
 
     return restart_loop(attempt, config.dir, args.restarts) if args.restarts else attempt()
