@@ -8,7 +8,14 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from megafp8.core.errors import EXIT_INTERNAL, EXIT_PEER_LOST, MegaError, ResourceError
+from megafp8.core.errors import (
+    EXIT_INTERNAL,
+    EXIT_PEER_LOST,
+    CorruptionError,
+    MegaError,
+    NumericsError,
+    ResourceError,
+)
 from megafp8.core.heartbeat import HEART
 
 # what gloo, NCCL and the store say when a peer is gone
@@ -31,8 +38,9 @@ def be_a_rank(path: str, overrides: Sequence[str], *, debug: bool) -> int:
     except MegaError as error:
         if rank == 0:
             raise
-        # At start all ranks mostly fail alike; rank 0 then says it, and the launcher ends this one before it wakes.
-        time.sleep(10 if HEART.last.section in ("start", "setup") else 1)
+        # What all ranks find alike, rank 0 says, and the launcher ends this one before it wakes.
+        alike = isinstance(error, (NumericsError, CorruptionError)) or HEART.last.section in ("start", "setup")
+        time.sleep(10 if alike else 1)
         raise type(error)(f"rank {rank}: {error}") from error
     except Exception as error:
         if debug:

@@ -86,10 +86,16 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"{name} = {env.get(name)!r} is no number; start with torchrun or srun") from None
 
 
-def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: int = 600) -> LaunchInfo:
+def init_distributed(
+    device: str, env: Mapping[str, str], *, timeout_seconds: int = 600, meet_seconds: int = 600
+) -> LaunchInfo:
     """Join the other processes that `env` tells of; nothing is done if there are none.
 
     On CUDA, tensors travel by NCCL and what lies in host memory by gloo.
+
+    Args:
+        timeout_seconds: after which a collective gives a silent rank up.
+        meet_seconds: after which ranks give up those that have not come.
 
     Raises:
         ConfigError: as `read_launch`, or more local ranks than GPUs.
@@ -105,34 +111,54 @@ def init_distributed(device: str, env: Mapping[str, str], *, timeout_seconds: in
             )
         torch.cuda.set_device(info.local_rank)
     if info.world > 1:
-        _meet(info, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(seconds=timeout_seconds))
+        _meet(info, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(seconds=timeout_seconds), meet_seconds)
     return info
 
 
-def _meet(info: LaunchInfo, backend: str, timeout: timedelta) -> None:
+def _meet(info: LaunchInfo, backend: str, timeout: timedelta, meet_seconds: int) -> None:
     place = f"{info.address}:{info.port}"
     try:
         store: dist.Store = dist.TCPStore(
             info.address,
             info.port,
             is_master=info.rank == 0 and not info.hosted,
-            timeout=timeout,
+            timeout=timedelta(seconds=meet_seconds),
             wait_for_workers=False,
             master_listen_fd=_loopback_handle(info),
         )
         # what ranks of an attempt before left there would send these to addresses where nobody is
         store = dist.PrefixStore(f"megafp8/{info.restarts}", store)
+        _wait_for_all(store, info, timedelta(seconds=meet_seconds))
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world, timeout=timeout)
     except (dist.DistError, RuntimeError, OSError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text or "ddress already in use" in text:
             why, way_out = "the port is in use", "set MASTER_PORT to a free one"
         elif "onnection refused" not in text and ("imed out" in text or "timeout" in text):
-            why = f"not all {info.world} ranks came within {timeout.total_seconds():.0f} s"
-            way_out = "look at the ranks that are missing, and at MASTER_ADDR and WORLD_SIZE of all"
+            why = f"nobody answered within {meet_seconds} s"
+            way_out = "look whether rank 0 runs there, and at MASTER_ADDR and MASTER_PORT"
         else:
             why, way_out = text, "look at MASTER_ADDR and MASTER_PORT, and whether rank 0 runs there"
-        raise ResourceError(f"rank {info.rank} cannot meet the others at {place}: {why}; {way_out}") from error
+        raise ResourceError(f"no meeting of the ranks at {place}: {why}; {way_out}") from error
+
+
+def _wait_for_all(store: dist.Store, info: LaunchInfo, patience: timedelta) -> None:
+    """Wait until every rank is there; who is not is named."""
+    store.set(f"here/{info.rank}", "")
+    if store.add("count", 1) == info.world:
+        store.set("all", "")
+    try:
+        store.wait(["all"], patience)
+    except (dist.DistStoreError, RuntimeError) as error:
+        if "imed out" not in str(error) and "timeout" not in str(error):
+            raise
+        missing = [str(rank) for rank in range(info.world) if not store.check([f"here/{rank}"])]
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ResourceError(
+            f"no meeting of the ranks at {info.address}:{info.port}: of {info.world}, rank {', '.join(missing[:8])}"
+            f"{more} did not come within {patience.total_seconds():.0f} s; look at their logs, and at MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE of all"
+        ) from error
 
 
 def _loopback_handle(info: LaunchInfo) -> int | None:

@@ -300,11 +300,14 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def section_limits(config: RunConfig) -> dict[str, float]:
-    """Seconds without a sign of life after which a rank counts as hung, by section (`core.heartbeat.SECTIONS`)."""
+    """Seconds without a sign of life after which a rank counts as hung, by section (`core.heartbeat.SECTIONS`).
+
+    At the start ranks wait for each other, and say themselves whom they miss, so that comes first.
+    """
     step, setup = config.train.timeout_seconds, config.guard.setup_timeout_seconds
     first = max(step, setup)
     save = config.guard.save_timeout_seconds
-    return {"start": setup, "setup": setup, "first step": first, "step": step, "evaluation": step, "save": save,
+    return {"start": setup + 60, "setup": setup, "first step": first, "step": step, "evaluation": step, "save": save,
             "exit": 60}  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from megafp8.core.heartbeat import Beat
 from megafp8.core.jsonio import write_atomic, write_json
 
 FOLDER = "hangs"
+_SAME_HANG_SECONDS = 60.0
 _GATHER_SECONDS = 12.0  # after a rank has seen the hang, the others have seen it too
 _STOPPED = ("stopped by a signal", "stopped by a debugger")
 _STATES = {"T": _STOPPED[0], "t": _STOPPED[1], "D": "waits for a disk or device", "Z": "dead"}
@@ -69,21 +70,27 @@ def report_hang(hang: Hang, facts: Mapping[str, Any], stacks: Callable[[], str],
 def _gather(rank: int, world: int, folder: Path, say: Callable[[str], None]) -> None:
     """Rank 0 judges once all have reported; the others stay until then, as a launcher may end all when one ends."""
     end, verdict = time.monotonic() + _GATHER_SECONDS, folder / "verdict.txt"
+    own = _written(folder / f"rank-{rank:05d}.json")
     while time.monotonic() < end:
-        found = _records(folder)
-        if rank == 0 and len(found) >= world:
+        if rank == 0 and len(_records(folder, own)) >= world:
             break
-        if rank != 0 and verdict.exists():
+        if rank != 0 and abs(_written(verdict) - own) < _SAME_HANG_SECONDS:
             return
         time.sleep(0.2)
     if rank == 0:
-        text = judge(_records(folder), world)
+        text = judge(_records(folder, own), world)
         say(f"{text}; stacks in {folder}")
         write_atomic(verdict, f"{text}\n".encode())
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_bytes()) for path in sorted(folder.glob("rank-*.json"))]
+def _records(folder: Path, own: float) -> list[dict[str, Any]]:
+    """Reports of this hang, not of one before, by the file server's clock."""
+    paths = sorted(folder.glob("rank-*.json"))
+    return [json.loads(path.read_bytes()) for path in paths if abs(_written(path) - own) < _SAME_HANG_SECONDS]
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def judge(records: list[dict[str, Any]], world: int) -> str:

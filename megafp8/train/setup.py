@@ -106,10 +106,16 @@ class Parts:
 def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
     """Join the other ranks and set threads, determinism and device."""
     env = dict(os.environ)
+    HEART.tell(world=read_launch(env).world)
     on_gpu = torch.cuda.is_available()
     refuse_broken(config, read_launch(env).world)
-    info = init_distributed("cuda" if on_gpu else "cpu", env, timeout_seconds=silence_seconds(config))
-    HEART.tell(world=info.world, job=info.job, restarts=info.restarts)
+    info = init_distributed(
+        "cuda" if on_gpu else "cpu",
+        env,
+        timeout_seconds=silence_seconds(config),
+        meet_seconds=config.guard.setup_timeout_seconds,
+    )
+    HEART.tell(job=info.job, restarts=info.restarts)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     elif not on_gpu and "OMP_NUM_THREADS" not in env:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from megafp8.core.errors import ConfigError
+from megafp8.core.errors import ConfigError, ResourceError
 from megafp8.parallel.launch import LaunchInfo, first_host, init_distributed, read_launch, shutdown
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}
@@ -20,6 +22,18 @@ SLURM = {
 
 def test_torchrun():
     assert read_launch(TORCHRUN) == LaunchInfo(5, 8, 1, "n0", 29400)
+
+
+def test_ranks_that_do_not_come_and_a_port_in_use_are_named_with_the_address():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with pytest.raises(ResourceError, match=rf"at 127\.0\.0\.1:{port}: the port is in use; set MASTER_PORT"):
+            init_distributed("cpu", env, meet_seconds=1)
+    with pytest.raises(ResourceError, match=r"of 3, rank 1, 2 did not come within 1 s"):
+        init_distributed("cpu", env, meet_seconds=1)
 
 
 def test_slurm_step():
