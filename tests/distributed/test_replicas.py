@@ -61,8 +61,8 @@ def _broken(rank: int, world: int, config, guilty: int, kind: str) -> tuple[str,
         (3, {"dp": 3}, "fp64", "weight", 1, "rank 1 (host"),
         (4, {"dp": 2, "tp": 2, "dp_shard": "optimizer"}, "fp64", "weight", 3, "one of ranks 1, 3 (host"),
         (2, {"dp": 2}, "bf16", "weight", 1, "rank 1 (host"),  # its own master says so
-        (3, {"cp": 3}, "fp64", "moment", 2, "rank 2 (host"),
-        (4, {"dp": 2, "pp": 2}, "fp64", "moment", 0, "one of ranks 0, 1 (host"),
+        pytest.param(3, {"cp": 3}, "fp64", "moment", 2, "rank 2 (host", marks=pytest.mark.slow),
+        pytest.param(4, {"dp": 2, "pp": 2}, "fp64", "moment", 0, "one of ranks 0, 1 (host", marks=pytest.mark.slow),
     ],
     ids=["dp3", "dp2-tp2-zero", "own-master", "cp3-moment", "dp2-pp2-moment"],
 )
