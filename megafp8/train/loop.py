@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint.folders import step_of
 from megafp8.core import faults, log
 from megafp8.core.errors import EXIT_OK, NumericsError
 from megafp8.core.heartbeat import HEART
@@ -26,21 +25,19 @@ from megafp8.nn.balance import load_fields, read_load
 from megafp8.parallel.collectives import all_reduce_, merge_dicts
 from megafp8.parallel.launch import shutdown
 from megafp8.parallel.mesh_config import RANK_ORDER
-from megafp8.train import folder, hangs, metrics, stragglers
+from megafp8.train import folder, hangs, metrics
 from megafp8.train.config import RunConfig, batches_of, schedule_of
 from megafp8.train.evaluate import EvalResult, Evaluator
 from megafp8.train.facts import precision_counts, write_facts
-from megafp8.train.guard import NonFiniteGuard
+from megafp8.train.guard import Guards
 from megafp8.train.initial import OpenForeign, begin_from
 from megafp8.train.load_check import refuse_unfit
 from megafp8.train.lock import RunLock
 from megafp8.train.progress import StepBar
-from megafp8.train.replicas import check_replicas, is_due
 from megafp8.train.rewinds import extended, read_skips, write_skips
 from megafp8.train.saving import Saving
 from megafp8.train.setup import Parts, build_parts, start_processes
 from megafp8.train.signals import StopRequest
-from megafp8.train.spikes import StepJudge
 from megafp8.train.state import load_newest_run
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.stopping import Stops, count_idle_stops, exit_code, stopped_before
@@ -124,15 +121,10 @@ class Run:
         self.rank0 = parts.mesh.rank == 0
         assert isinstance(parts.loader, Loader), "a run reads its corpus"
         self.loader = parts.loader
-        self.judge = StepJudge(parts)
         self.starts: deque[int] = deque(maxlen=config.guard.spike_skip_steps)  # the last steps' first samples
         self.moe_layers = [i for i in range(config.model.num_layers) if config.model.moe.is_moe_layer(i)]
-        self.guard = NonFiniteGuard(config.train.max_nonfinite_steps)
+        self.guards = Guards(parts)
         self.evaluate = Evaluator(parts)
-        guard = config.guard
-        self.stragglers = stragglers.StragglerWatch(
-            parts.mesh, parts.device, interval=guard.straggler_interval, ratio=guard.straggler_ratio
-        )
         self.gpu = GpuReadings(parts.device)
         counts = precision_counts(config)
         self.gemm_counts = {name: counts[name] for name in ("gemms", "fp8_gemms") if counts}
@@ -145,6 +137,7 @@ class Run:
         self._resume()
         self.writer = metrics.MetricsWriter(config.dir, enabled=self.rank0, tensorboard=config.log.tensorboard)
         self.saving = Saving(parts, self.writer, self.saved)
+        self.guards.report_to(self.writer, self.saving)
 
     def _resume(self) -> None:
         config, parts = self.parts.config, self.parts
@@ -171,7 +164,7 @@ class Run:
         known = {"totals": totals} if self.rank0 else {}
         totals = merge_dicts(known, self.parts.mesh.group_of(RANK_ORDER))["totals"]
         self.productive_seconds = totals.productive_seconds
-        self.judge.losses.restart(totals.losses)
+        self.guards.judge.losses.restart(totals.losses)
 
     def go(self) -> RunResult:
         """Take all steps that are left."""
@@ -203,10 +196,10 @@ class Run:
         wants_stats = config.log.fp8_interval > 0 and self.step % config.log.fp8_interval == 0
         if wants_stats:
             stats.arm(parts.fp8_states.values(), modules=config.log.fp8_modules, what_if=self.what_if)
-        self.stragglers.begin(self.step)
+        self.guards.begin(self.step)
         start = time.perf_counter()
         self.starts.append(parts.loader.consumed_samples)
-        result = train_step(parts, self.step, rate, self.judge)
+        result = train_step(parts, self.step, rate, self.guards.judge)
         seconds = time.perf_counter() - start
         self.loss = result.loss
         self._write_step(result, rate, seconds)
@@ -219,29 +212,14 @@ class Run:
             found = merge_dicts(found, parts.mesh.group("pp"))
             if found:
                 self.writer.write("fp8", self.step, stats=found, **self.gemm_counts)
-        self._guard(result)
-        self._report_stragglers()
-        if self.judge.spiked and result.finite and self._spiked(result):
+        if self.guards.look_at(self.step, result) and self._rewind(result):
             return
         last = self.step == config.train.steps
         if last or (config.train.eval_interval and self.step % config.train.eval_interval == 0):
             self._evaluate()
-        self._check_replicas(
-            saves=last or (config.checkpoint.interval > 0 and self.step % config.checkpoint.interval == 0)
-        )
+        interval = config.checkpoint.interval
+        self.guards.compare(self.step, saves=last or (interval > 0 and self.step % interval == 0))
         self.saving.step_done(self.step, self._progress())
-
-    def _spiked(self, result: StepResult) -> bool:
-        """After a loss that jumped; whether the run stands at another step now."""
-        guard = self.parts.config.guard
-        values: dict[str, Any] = {"loss": result.loss, "limit": self.judge.limit, "action": guard.spike_action}
-        event(logger, "loss spike", level=logging.WARNING, step=self.step, **values)
-        self.writer.write("event", self.step, event="spike", **values)
-        if guard.spike_action == "rewind":
-            return self._rewind(result)
-        if not result.taken:
-            self.judge.refuse(self.step, result.loss, guard)
-        return False
 
     def _rewind(self, result: StepResult) -> bool:
         """Back to the newest checkpoint, without the samples of the last steps; False where there is none."""
@@ -255,7 +233,7 @@ class Run:
         begin, end = self.starts[0], self.loader.consumed_samples
         found = load_newest_run(self.parts)
         if found is None:
-            self.judge.refuse(self.step, result.loss, guard)
+            self.guards.judge.refuse(self.step, result.loss, guard)
             return False
         spike, self.step = self.step, found[1]["step"]
         begin = max(begin, found[1]["consumed_samples"])
@@ -270,40 +248,6 @@ class Run:
         where = {"spike_at": spike, "samples_left_out": [int(source[0]), int(source[-1])]}
         self.writer.write("event", self.step, event="rewound", **where)
         return True
-
-    def _report_stragglers(self) -> None:
-        found, gone = self.stragglers.end(self.step)
-        stragglers.report(found, gone, self.step)
-        for one in found:
-            values = {"rank": one.rank, "host": one.host, "ratio": one.ratio}
-            self.writer.write("event", self.step, event="straggler", **values)
-
-    def _check_replicas(self, *, saves: bool) -> None:
-        if is_due(self.step, self.parts.config.guard.replica_interval, saves=saves):
-            newest = self.saving.newest
-            check_replicas(self.parts, self.step, None if newest is None else step_of(newest))
-
-    def _guard(self, result: StepResult) -> None:
-        """Say where a step that is not finite broke, and stop the run if there are too many of them."""
-        origin = ""
-        if result.recomputed and result.finite:
-            event(logger, "a step that was not finite is when computed again: that is taken", level=logging.WARNING,
-                  step=self.step, loss=result.loss)  # fmt: skip
-            self.writer.write("event", self.step, event="recomputed", loss=result.loss)
-        if not result.finite:
-            origin = str(result.origin) if result.origin else "finite when it was run again: a fault that came and went"
-            event(
-                logger,
-                "step skipped: not finite",
-                level=logging.WARNING,
-                step=self.step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                origin=origin,
-            )
-            found = result.origin.fields() if result.origin else {}
-            self.writer.write("event", self.step, event="skipped", origin=origin, **found)
-        self.guard.observe(self.step, finite=result.finite, loss=result.loss, grad_norm=result.grad_norm, origin=origin)
 
     def _write_step(self, result: StepResult, rate: float, seconds: float) -> None:
         config, parts = self.parts.config, self.parts
@@ -329,14 +273,14 @@ class Run:
             "tflops_full": per_rank * full / 1e12,
             "mfu_causal": per_rank * causal / self.peak[0],
             "mfu_full": per_rank * full / self.peak[0],
-            "skipped": self.guard.total + (not result.finite),
-            "nan": self.guard.total + (not result.finite),
+            "skipped": self.guards.nonfinite.total + (not result.finite),
+            "nan": self.guards.nonfinite.total + (not result.finite),
             "memory_bytes": memory_bytes(parts.device),
             "run_seconds": elapsed,
             "productive_seconds": self.productive_seconds,
             "goodput": min(1.0, self.productive_seconds / elapsed),
             **({} if result.taken else {"taken": False}),
-            **({"spike": True} if self.judge.spiked else {}),
+            **({"spike": True} if self.guards.judge.spiked else {}),
         }
         self.writer.write("train", self.step, **record)
         if self.step % config.log.interval == 0 or self.step in (1, config.train.steps):
@@ -381,7 +325,7 @@ class Run:
 
     def _stopped(self, reason: str) -> RunResult:
         if self.step > self.first_step or self.saved is not None:
-            self._check_replicas(saves=True)
+            self.guards.compare(self.step, saves=True)
             self.saving.last(self.step, self._progress())
         why = self.stops.describe(reason)
         first = "remove the file and " if reason == "file" else ""

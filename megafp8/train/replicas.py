@@ -136,8 +136,3 @@ def guilty_ranks(copies: list[_Copy]) -> str:
     word = "one of ranks" if len(minority) == len(copies) else "rank"
     shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     return f"{word} {shown} (host {', '.join(sorted({copy.host for copy in minority})[:4])}; {len(copies)} copies)"
-
-
-def is_due(step: int, interval: int, *, saves: bool) -> bool:
-    """Whether copies are compared after `step`: at the interval, and before whatever is going to be saved."""
-    return interval > 0 and (saves or step % interval == 0)
