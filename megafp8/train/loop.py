@@ -333,5 +333,5 @@ class Run:
         self.writer.write("event", self.step, event="preempted", signal=why)
         self.writer.close()
         if self.rank0 and why != "SIGINT" and reason != "file":
-            count_idle_stops(self.parts.config.dir, self.step, first_step=self.first_step)
+            count_idle_stops(self.parts.config.dir, self.step, first_step=self.first_step, reason=reason)
         return RunResult(exit_code(reason), self.step, self.loss, self.evals, self.saving.newest)

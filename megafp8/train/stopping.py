@@ -21,7 +21,7 @@ from megafp8.train.signals import StopRequest
 
 _REASONS = ("", "time", "signal", "file")  # where ranks see several, the last one counts
 _LOOK_SECONDS = 1.0  # between looks for the file: it may lie on a network
-_MAX_IDLE_STOPS = 2
+_MAX_IDLE_STOPS = {"time": 2, "signal": 5}  # a machine that is taken away may be so early several times
 
 
 class Stops:
@@ -85,8 +85,8 @@ def stopped_before(folder: Path) -> int:
     return int(record["code"]) if same else 0
 
 
-def count_idle_stops(folder: Path, step: int, *, first_step: int) -> None:
-    """Note a stop at `step` of an attempt that began at `first_step`; rank 0 only.
+def count_idle_stops(folder: Path, step: int, *, first_step: int, reason: str) -> None:
+    """Note a stop at `step`, for `reason`, of an attempt that began at `first_step`; rank 0 only.
 
     Raises:
         NoProgressError: it is one of several in a row that came before a first step was taken. A chain of jobs that
@@ -102,7 +102,7 @@ def count_idle_stops(folder: Path, step: int, *, first_step: int) -> None:
         record = {}
     count = 1 + (int(record.get("count", 0)) if record.get("step") == step else 0)
     write_json(path, {"step": step, "count": count})
-    if count >= _MAX_IDLE_STOPS:
+    if count >= _MAX_IDLE_STOPS[reason]:
         raise NoProgressError(
             f"{folder}: stopped {count} times in a row after step {step} before another step was taken; give it more "
             "time (train.exit_after_seconds, the job's time limit)"

@@ -41,12 +41,16 @@ def test_a_signal_a_file_and_the_clock_stop_a_run_each_with_its_code(tmp_path, m
 
 
 def test_stops_in_a_row_without_a_step_end_a_chain_of_jobs(tmp_path):
-    count_idle_stops(tmp_path, 5, first_step=5)
-    count_idle_stops(tmp_path, 9, first_step=5)  # a step was taken: forgotten
-    count_idle_stops(tmp_path, 9, first_step=9)
+    count_idle_stops(tmp_path, 5, first_step=5, reason="time")
+    count_idle_stops(tmp_path, 9, first_step=5, reason="time")  # a step was taken: forgotten
+    count_idle_stops(tmp_path, 9, first_step=9, reason="time")
     with pytest.raises(NoProgressError, match="stopped 2 times in a row after step 9") as caught:
-        count_idle_stops(tmp_path, 9, first_step=9)
+        count_idle_stops(tmp_path, 9, first_step=9, reason="time")
     assert caught.value.exit_code == 72
+    for _ in range(4):
+        count_idle_stops(tmp_path, 11, first_step=11, reason="signal")
+    with pytest.raises(NoProgressError, match="stopped 5 times in a row after step 11"):
+        count_idle_stops(tmp_path, 11, first_step=11, reason="signal")
 
 
 def test_torchruns_restart_does_not_undo_a_stop(tmp_path):
