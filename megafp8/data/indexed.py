@@ -211,9 +211,9 @@ def _checked_side(side: Any, path: Path) -> dict[str, Any]:
         "tokenizer": {"kind": str, "fingerprint": str, "vocab_size": int, "eod_id": int, "bos_id": int},
     }
     for key, form in forms.items():
-        section = side.get(key)
+        section = side.get(key, {})
         known = isinstance(section, dict) and (key == "tokenizer" or section.keys() <= form.keys())
-        if section is not None and not (known and all(isinstance(section.get(k, t()), t) for k, t in form.items())):
+        if not (known and all(isinstance(section.get(k, t()), t) for k, t in form.items())):
             raise DataError(f"{path}: {key} is not what this version knows; write the dataset again")
     return side
 
