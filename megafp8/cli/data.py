@@ -105,9 +105,9 @@ def _verify(args: argparse.Namespace) -> int:
     """Every dataset is looked at, also behind a bad one."""
     from megafp8.core.errors import DataError
     from megafp8.data.indexed import IndexedDataset
-    from megafp8.data.verify import problems
+    from megafp8.data.verify import folder_problems, problems
 
-    bad: list[str] = []
+    bad = [line for name in args.prefix if Path(name).is_dir() for line in folder_problems(Path(name))]
     for prefix in _prefixes(args.prefix):
         try:
             dataset = IndexedDataset(prefix)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megafp8.core.config import to_dict
 from megafp8.core.errors import DataError
-from megafp8.core.jsonio import write_json
+from megafp8.core.jsonio import sealed, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus import folder as places
 from megafp8.corpus import tokenizer_check
@@ -39,6 +39,7 @@ from megafp8.corpus.tasks import Task, sweep
 from megafp8.corpus.tokenizer_sample import sample, sample_facts
 from megafp8.corpus.totals import Totals
 from megafp8.data.indexed import optimal_dtype, remove_dataset
+from megafp8.data.indexed_writer import checksum_file
 from megafp8.data.tokenizer import Tokenizer, identity, load_tokenizer
 
 _log = get_logger(__name__)
@@ -315,7 +316,7 @@ class _Run:
         places.join_files(self.quarantine, self.folder / places.QUARANTINE)
         places.join_files(self.dropped, self.folder / places.DROPPED, empty=EMPTY_LINES)
         write_json(self.folder / places.FIGURES, self.figures.to_json())
-        manifest = self._manifest(tokenizer)
+        manifest = sealed(self._manifest(tokenizer))
         write_json(self.folder / places.MANIFEST, manifest)
         self.rates = stage_rates(self.root)
         if self.config.output.keep_stages:
@@ -326,8 +327,9 @@ class _Run:
 
     def _manifest(self, tokenizer: Tokenizer) -> dict[str, Any]:
         names = [f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "json")]
-        names += [places.FIGURES, places.QUARANTINE, places.DROPPED]
-        names += [] if self.config.tokenizer.path else [places.TOKENIZER]
+        own = [] if self.config.tokenizer.path else [places.TOKENIZER, places.TOKENIZER_INFO]
+        beside = [places.FIGURES, places.QUARANTINE, places.DROPPED, *own]
+        names += [name for name in beside if name != places.TOKENIZER_INFO]
         config = to_dict(self.config)
         for key in ("workers", "keep_stages", "replace"):  # no byte depends on it
             del config["output"][key]
@@ -340,6 +342,7 @@ class _Run:
             "config_fingerprint": self.fingerprint,
             "inputs": places.inputs_record(self.source.files, self.checksums),
             "outputs": {name: (self.folder / name).stat().st_size for name in names},
+            "checksums": {name: checksum_file(self.folder / name) for name in beside},  # datasets have their own
             "tokenizer": identity(tokenizer) | self.planner.marks.to_json(),
             "tokenizer_report": self.tokenizer_report,
             "unigram_entropy_nats": train["unigram_entropy_nats"],

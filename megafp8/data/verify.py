@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megafp8.core.errors import DataError
+from megafp8.core.jsonio import read_json, seal_holds
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.indexed_writer import checksum_file
 from megafp8.data.marks import Marks
@@ -69,6 +72,31 @@ def stats(dataset: IndexedDataset) -> Stats:
 def problems(dataset: IndexedDataset) -> list[str]:
     """All that is wrong with an opened dataset, a line each; empty if every check holds."""
     return [*_index_problems(dataset), *_side_problems(dataset)]
+
+
+def folder_problems(folder: Path) -> list[str]:
+    """What has changed of a corpus's manifest, and of the files that it names beside the datasets, a line each.
+
+    A folder without a manifest, or with one of a version that had no checksums, has no problems.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return []
+    try:
+        manifest = read_json(path)
+    except DataError as error:
+        return [str(error)]
+    if not isinstance(manifest, dict) or not {"checksum", "checksums"} & manifest.keys():
+        return []
+    if not seal_holds(manifest):
+        return [f"{path}: damaged: it does not match its checksum; run the same `megafp8 preprocess` again"]
+    found = []
+    for name, written in manifest["checksums"].items():
+        if Path(name).name != name or not (folder / name).is_file():
+            found.append(f"{folder / name}: is missing; run the same `megafp8 preprocess` again")
+        elif checksum_file(folder / name) != written:
+            found.append(f"{folder / name}: its bytes have changed; run the same `megafp8 preprocess` again")
+    return found
 
 
 def _index_problems(dataset: IndexedDataset) -> Iterator[str]:

@@ -79,7 +79,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
     files.pop("report.html", None)  # the command draws it from the rest, and it names the folder
     manifest = json.loads(files["manifest.json"])
-    del manifest["config"]["output"]  # the one thing that may differ: where it lies
+    del manifest["config"]["output"], manifest["checksum"]  # the one thing that may differ: where it lies
     return {**files, "manifest.json": json.dumps(manifest).encode()}
 
 
