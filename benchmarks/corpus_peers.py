@@ -66,7 +66,7 @@ class Inputs:
             for number in range(count):
                 part = b"".join(some[len(some) * number // count : len(some) * (number + 1) // count])
                 packed = zstandard.ZstdCompressor(level=3).compress(part)
-                (folder / "parts" / f"{number}.jsonl.zst").write_bytes(packed)
+                (folder / "parts" / f"{number:02d}.jsonl.zst").write_bytes(packed)
 
     @property
     def one(self) -> Inputs:

@@ -7,7 +7,7 @@ newline: to escape a text and to undo it would cost as much as to read the input
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -133,20 +133,27 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 def read_part(path: Path) -> Iterator[tuple[Document, bool]]:
     """(document, held out for validation) of each row."""
+    for _, document, held_out in _rows(path, None):
+        yield document, held_out
+
+
+def _rows(path: Path, chosen: Callable[[int, bytes], bool] | None) -> Iterator[tuple[int, Document, bool]]:
+    row = 0
     with InputStream(path) as stream:
         while line := stream.reader.readline():
             value = json.loads(line)
             text = stream.reader.read(value["bytes"] + 1)[:-1]
-            document = Document(value["id"], text.decode(), value["lang"], value["source"], value.get("meta", {}))
-            vars(document)["utf8"] = text  # what it would compute
-            yield document, value.get("held_out", False)
+            if chosen is None or chosen(row, text):
+                document = Document(value["id"], text.decode(), value["lang"], value["source"], value.get("meta", {}))
+                vars(document)["utf8"] = text  # what it would compute
+                yield row, document, value.get("held_out", False)
+            row += 1
 
 
-def read_view(work: Work) -> Iterator[tuple[int, Document, bool]]:
-    """(row, document, held out) of the part that is a task's first input.
+def read_view(work: Work, chosen: Callable[[int, bytes], bool] | None = None) -> Iterator[tuple[int, Document, bool]]:
+    """(row, document, held out) of the part that is a task's first input, or of rows `chosen` by number and text.
 
     Raises:
         DataError: it changed since it was made.
     """
-    for row, (document, held_out) in enumerate(read_part(work.checked(0))):
-        yield row, document, held_out
+    yield from _rows(work.checked(0), chosen)

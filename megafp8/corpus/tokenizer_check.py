@@ -16,7 +16,7 @@ from megafp8.data.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
 MAX_PARTS = 32  # that are looked into, evenly spread over the corpus
-_SAMPLE_BYTES = 4_000_000  # of text that are encoded in all
+_SAMPLE_BYTES = 1_000_000  # of text that are encoded in all
 _TRAINED = "turn tokenizer.byte_fallback on, or allow it with --tokenizer.max_lossy_share"
 _WAY_OUT = (
     "choose a tokenizer that keeps text (byte-level, or with byte fallback and no normalization), let a `normalise` "
@@ -25,7 +25,7 @@ _WAY_OUT = (
 
 
 def check_tasks(views: Sequence[View], spec: str, fingerprint: str, seed: int) -> list[Task]:
-    """A task for each of at most 32 parts, in which 2 to 4 MB are looked at together."""
+    """A task for each of at most 32 parts, in which 0.5 to 1 MB are looked at together."""
     count = min(len(views), MAX_PARTS)
     chosen = [views[number * len(views) // count] for number in range(count)]
     size = sum(view.text_bytes for view in chosen)

@@ -190,7 +190,9 @@ def _engine(maker: Any, reference: Tokenizer) -> tuple[Any, _Controls]:
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[str], marks: Marks = ENDS_ONLY
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of texts in a row, each with its begin and end as `marks` says; int64 number of ids of each, these counted).
+    """(ids of texts in a row, each with its begin and end as `marks` says; number of ids of each, these counted).
+
+    Both are integers, numbers of ids int64.
 
     Raises:
         EngineMismatchError: see `FastTokenizer.encode_flat`.
@@ -202,7 +204,7 @@ def encode_documents(
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
     lengths = lengths + marks.add_bos + marks.append_eos
-    out = np.full(int(lengths.sum()), tokenizer.eod_id, np.int64)
+    out = np.full(int(lengths.sum()), tokenizer.eod_id, ids.dtype)
     is_text = np.ones(len(out), np.bool_)
     ends = np.cumsum(lengths)
     if marks.add_bos:

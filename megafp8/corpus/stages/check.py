@@ -42,6 +42,6 @@ def _measured(tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
 
 def _sample(work: Work) -> Iterator[Document]:
     """The part's first document and those whose hash is below the limit."""
-    for row, document, _ in read_view(work):
-        if not row or text_hash(document.utf8, work.values["seed"]) < work.values["limit"]:
-            yield document
+    seed, limit = work.values["seed"], work.values["limit"]
+    for _, document, _ in read_view(work, lambda row, text: not row or text_hash(text, seed) < limit):
+        yield document
