@@ -130,6 +130,7 @@ def test_tiktokens_ranks(tmp_path, pattern):
     made.train_from_iterator(LINES, trainer)
     bytes_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     pieces = sorted((number, bytes(bytes_of[c] for c in piece)) for piece, number in made.get_vocab().items())
+    pieces.append((len(pieces), b"zqjx"))  # of no two pieces, but a piece
     path = tmp_path / "ranks.tiktoken"
     path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(piece), number) for number, piece in pieces))
     special = {"<|startoftext|>": len(pieces), "<|endoftext|>": len(pieces) + 1}
@@ -138,7 +139,7 @@ def test_tiktokens_ranks(tmp_path, pattern):
     ids = write_tokenizer(path, tmp_path / "hf", max_length=10)
     assert ids == {"bos_token_id": len(pieces), "eos_token_id": len(pieces) + 1}
     ours, theirs = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in (*samples(), "I'M we'Re 1234567 x  \n\n ", "a \n", "tail   "):
+    for text in (*samples(), "I'M we'Re 1234567 x  \n\n ", "a \n", "tail   ", "zqjx azqjx"):
         assert theirs(text)["input_ids"] == ours.encode(text), repr(text)
         assert theirs.decode(ours.encode(text)) == text
 
