@@ -6,6 +6,7 @@ import sys
 
 from benchmarks import (
     checkpoint_speed,
+    convert,
     corpus_memory,
     corpus_peers,
     corpus_pipeline,
@@ -29,6 +30,8 @@ def main() -> int:
     failed = parallel_step.main(sys.argv[1:]) or failed
     print("\nsaving and loading 1 GB, and saving beside steps")
     failed = checkpoint_speed.main(["--rounds", "2"]) or failed
+    print("\nconversions against a plain copy of the same bytes, and their memory")
+    failed = convert.main(["--gigabytes", "1"]) or failed
     print("\njsonl to .bin and .idx, Megatron's loops beside (docs/corpus.md: with more text, and datatrove)")
     failed = corpus_peers.main(["--megabytes", "20"]) or failed
     print("\na whole corpus with language id, filters and MinHash, stage by stage")

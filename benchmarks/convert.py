@@ -103,7 +103,8 @@ def _table(root: Path, gigabytes: float, workers: int) -> None:
 
 def _measure(what: str, source: Path, out: Path, workers: int) -> tuple[float, float, float]:
     words = ["-m", "benchmarks.convert", "--workers", str(workers), "--run", what, str(source), str(out)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line sets it
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{what} failed:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from megafp8.core.errors import ConfigError
 
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what the comparison found."""
+    # PyTorch asks at its first allocation: large pages spare most page faults of buffers that live for one tensor
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from megafp8.convert.hf import from_hf, to_hf
 
     if args.workers < 0:
