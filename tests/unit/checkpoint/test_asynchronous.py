@@ -2,10 +2,10 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -166,35 +166,35 @@ def test_what_cannot_be_deleted_does_not_make_a_save_fail(tmp_path, caplog, monk
     assert "were not pruned" in caplog.text
 
 
-TRAINER = """
-import os, signal, sys, time, torch
-from megafp8.checkpoint import CheckpointConfig, commit, retention
-from megafp8.checkpoint.asynchronous import AsyncSaver
-from megafp8.checkpoint.staging import Staging
-from megafp8.parallel.mesh import Mesh
-saver = AsyncSaver(sys.argv[1], Mesh.single(), CheckpointConfig(), Staging(60.0))
-tensors = {"weight": torch.ones(1 << 23)}
-saver.begin(1, tensors, {}, {})
-saver.wait()
-if sys.argv[2] == "writes":
-    saver.begin(2, tensors, {}, {})
-if sys.argv[2] == "is stopped":
-    os.kill(saver.staging._process.pid, signal.SIGSTOP)
-print(saver.staging._process.pid, flush=True)
-time.sleep(0.02)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def trainer(root: str, when: str, pipe) -> None:
+    """Save once, be killed while the writer waits, writes or is stopped."""
+    made = AsyncSaver(root, MESH, CONFIG, Staging(60.0))
+    tensors = {"weight": torch.ones(1 << 23)}
+    made.begin(1, tensors, {}, {})
+    made.wait()
+    if when == "writes":
+        made.begin(2, tensors, {}, {})
+        time.sleep(0.02)
+    if when == "is stopped":
+        os.kill(pid_of(made), signal.SIGSTOP)
+    pipe.send(pid_of(made))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 @pytest.mark.parametrize("when", ["waits", "writes", "is stopped"])
 def test_the_process_never_outlives_its_trainer(tmp_path, when):
-    words = [sys.executable, "-c", TRAINER, str(tmp_path), when]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    pid, end = int(done.stdout), time.monotonic() + 5
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megafp8.checkpoint.asynchronous", "megafp8.parallel.mesh"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=trainer, args=(str(tmp_path), when, theirs))
+    process.start()
+    pid = ours.recv()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    end = time.monotonic() + 5
     while is_alive(pid):
-        assert time.monotonic() < end, "it goes on writing though nobody waits for it"
+        assert time.monotonic() < end, "it goes on though nobody waits for it"
         time.sleep(0.01)
     checkpoint.verify(checkpoint.latest(tmp_path))
     with saver(tmp_path) as made:
