@@ -25,7 +25,7 @@ from megafp8.checkpoint.folders import step_name
 from megafp8.checkpoint.local import RETENTION, LocalSaveError, log_local, own, rank_folder, with_place
 from megafp8.checkpoint.manifest import Kinds
 from megafp8.checkpoint.piece_file import DTYPE_NAMES
-from megafp8.checkpoint.planners import Shard, plan_save, shards
+from megafp8.checkpoint.planners import Shard, plan_save, shards, shards_to_save
 from megafp8.checkpoint.ranks import Ranks, agree
 from megafp8.checkpoint.staging import StagedBox, Staging, error_of
 from megafp8.checkpoint.storage_writer import item_bytes, kinds_of, piece_key, prefix_of, split
@@ -110,7 +110,7 @@ class AsyncSaver:
         """
         assert self._flight is None, "a save is under way; wait for it"
         start = time.monotonic()
-        state = shards(tensors, layouts, self.mesh)
+        state = shards_to_save(tensors, layouts, self.mesh)
         plan = self._planned(state)
         folder = self._folder(step, plan, meta)
         self._flight = _Flight(step, meta, folder, start, bytes=plan.bytes)

@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megafp8.checkpoint.manifest import MismatchError
-from megafp8.checkpoint.ranks import Ranks
+from megafp8.checkpoint.ranks import Ranks, agree
 from megafp8.core.layout import AxisSizes, Layout
 
-PIECE_BYTES = 32 << 20  # a line in the manifest each: 100,000 of them for a trillion parameters
+# A piece costs a line of the manifest: small states are cut finely, and those of terabytes into some 100,000 pieces.
+SMALLEST_PIECE, LARGEST_PIECE, MANY_PIECES = 2 << 20, 64 << 20, 100_000
 _SHOWN = 40  # differences listed; those of tensors whose names differ in numbers only are one
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -40,9 +41,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class Shard:
     """This rank's box of a global tensor; it may be empty, and is then neither written nor read.
 
-    It is saved in pieces of at most PIECE_BYTES, cut along `dim`, along which ranks cut it too: ranks of another mesh
+    It is saved in pieces of at most `piece_bytes`, cut along `dim`, along which ranks cut it too: ranks of another mesh
     then read what they need and little else (a piece is read whole, for its checksum), and replicas share them out.
     """
+
+    piece_bytes = LARGEST_PIECE
 
     def __init__(self, local: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], dim: int = 0) -> None:
         self.local, self.shape, self._dim = local.detach(), torch.Size(shape), dim
@@ -75,11 +78,11 @@ class Shard:
 
     def _pieces(self) -> list[ChunkStorageMetadata]:
         """Equal pieces, a power of two of them, so that their borders are also those of fewer ranks."""
-        if not self.local.dim() or self.local.nbytes <= PIECE_BYTES:
+        if not self.local.dim() or self.local.nbytes <= self.piece_bytes:
             return [self.chunk]
         size, (begin, dim) = self.local.shape[self._dim], (self.chunk.offsets[self._dim], self._dim)
         count = 1
-        while count < size and self.local.nbytes > count * PIECE_BYTES:
+        while count < size and self.local.nbytes > count * self.piece_bytes:
             count *= 2
         step = -(-size // count)
         pieces = []
@@ -106,6 +109,15 @@ def shards(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], m
         name: Shard.of(tensor, layouts.get(name) or Layout(tuple(tensor.shape)), mesh)
         for name, tensor in tensors.items()
     }
+
+
+def shards_to_save(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], mesh: Ranks) -> dict[str, Shard]:
+    """`shards`, which all ranks cut into pieces alike, as replicas must; collective."""
+    found = shards(tensors, layouts, mesh)
+    total = agree([float(sum(shard.local.nbytes for shard in found.values()))], mesh)[0] * mesh.world
+    for shard in found.values():
+        shard.piece_bytes = min(max(SMALLEST_PIECE, int(total / MANY_PIECES)), LARGEST_PIECE)
+    return found
 
 
 class SavePlanner(DefaultSavePlanner):

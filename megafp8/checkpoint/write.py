@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megafp8.checkpoint.failures import house_error
 from megafp8.checkpoint.folders import step_name
-from megafp8.checkpoint.planners import SavePlanner, shards
+from megafp8.checkpoint.planners import SavePlanner, shards_to_save
 from megafp8.checkpoint.ranks import Ranks
 from megafp8.checkpoint.storage_writer import FolderWriter
 from megafp8.core.layout import Layout
@@ -70,7 +70,7 @@ def write_folder(
         with warnings.catch_warnings():  # the one process that is meant is announced as a surprise
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                shards(tensors, layouts, mesh),
+                shards_to_save(tensors, layouts, mesh),
                 storage_writer=writer,
                 planner=SavePlanner(),
                 no_dist=mesh.world == 1,

@@ -305,7 +305,7 @@ class _Place:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_resharding_load_reads_only_what_it_needs(tmp_path, monkeypatch, dim):
-    monkeypatch.setattr(planners, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(planners, "SMALLEST_PIECE", 1 << 12)
     layouts = {"cut": Layout((96, 256), {dim: "tp"}), "whole": Layout((5, 999))}
     whole = {name: torch.randn(layout.shape) for name, layout in layouts.items()}
     path = checkpoint.save(tmp_path, 1, whole, layouts, MESH, {}, threads=2)
