@@ -37,6 +37,12 @@ class Heartbeat:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _SIZE)
         self._words = memoryview(self._memory)[: _LENGTH + 8].cast("q")
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins in this process: none of its time is over, and nobody has asked it to stop."""
+        for place in (_OWN_STOPS, _STOPS, _SIGNAL, _FINISHED, _STEP):
+            self._write(place, 0)
         self._write(_BEGAN, time.monotonic_ns())
         self.beat("start")
 
@@ -62,7 +68,7 @@ class Heartbeat:
 
     @property
     def seconds(self) -> float:
-        """Since the rank's process began."""
+        """Since the rank's process began, or a run in it."""
         return (time.monotonic_ns() - self._read(_BEGAN)) / 1e9
 
     def finish(self, code: int) -> None:

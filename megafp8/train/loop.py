@@ -66,6 +66,8 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
     Raises:
         MegaError: see `megafp8.core.errors`; nothing half-written stays behind.
     """
+    if not HEART.kept:  # a program of its own may train several times
+        HEART.begin()
     request = StopRequest(HEART)
     request.install(config.guard.stop_signals)
     device, mesh = start_processes(config)
@@ -96,6 +98,8 @@ def train(config: RunConfig, open_foreign: OpenForeign | None = None) -> RunResu
         faults.at("exit")
         shutdown()
         lock.release()
+        if not HEART.kept:
+            request.uninstall()
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from megafp8.core.errors import EXIT_INTERRUPTED
 from megafp8.core.heartbeat import Heartbeat
@@ -18,6 +19,7 @@ class StopRequest:
 
     def __init__(self, heart: Heartbeat) -> None:
         self._heart = heart
+        self._old: dict[int, Any] = {}
 
     @property
     def received(self) -> str:
@@ -28,9 +30,15 @@ class StopRequest:
     def install(self, names: Sequence[str] = STOP_SIGNALS) -> None:
         """Take the handlers of these signals over and let others have their default; call it on the main thread."""
         for name in STOP_SIGNALS:
-            signal.signal(getattr(signal, name), self._handle if name in names else signal.SIG_DFL)
+            number = getattr(signal, name)
+            self._old[number] = signal.signal(number, self._handle if name in names else signal.SIG_DFL)
         # whoever started this process may have held them back until now
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in STOP_SIGNALS])
+
+    def uninstall(self) -> None:
+        """Give the handlers back to the program that a run was a part of."""
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # USR1 is a warning before the end that TERM announces: it never counts as the user insisting

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -99,3 +101,15 @@ def test_a_launchers_own_code_is_not_the_runs(tmp_path):
     assert launch([sys.executable, "-c", code], tmp_path) == 75
     assert launch([sys.executable, "-c", "exit(3)"], tmp_path) == 3
     assert launch([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path) == 137
+
+
+def test_a_run_within_a_program_leaves_it_its_handlers_and_the_next_run_its_time():
+    heart, own = Heartbeat(), signal.getsignal(signal.SIGTERM)
+    request = StopRequest(heart)
+    request.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert request.received == "SIGTERM"
+    request.uninstall()
+    assert signal.getsignal(signal.SIGTERM) == own
+    heart.begin()
+    assert request.received == "" and heart.seconds < 1

@@ -27,9 +27,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     call, batch = Evaluator.__call__, Evaluator._batch
 
-    def begin(self: Evaluator) -> Any:
+    def begin(self: Evaluator, *args: Any) -> Any:
         found.append([])
-        return call(self)
+        return call(self, *args)
 
     def note(self: Evaluator, loader: Loader, numbers: np.ndarray, num_samples: int) -> Batch:
         found[-1] += numbers.tolist()
