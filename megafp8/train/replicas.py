@@ -26,14 +26,14 @@ _ROW = 1024
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Two int64 sums [2] over the bits of `tensor`: any single changed bit changes the first.
 
-    The second weighs rows of 1024 words by their place, so that rows which have changed places show too.
+    The second weighs rows of 8 KiB by their place, so that rows which have changed places show too.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() % 4:
-        data = torch.nn.functional.pad(data, (0, 4 - data.numel() % 4))
-    words = data.view(torch.int32)
-    whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(1, dtype=torch.int64)
-    rest = words[words.numel() // _ROW * _ROW :].sum(dtype=torch.int64)
+    if data.numel() % 8 or data.data_ptr() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))  # a copy, and so aligned
+    words = data.view(torch.int64)  # sums wrap around, which loses nothing
+    whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(1)
+    rest = words[words.numel() // _ROW * _ROW :].sum()
     weights = torch.arange(3, 3 + 2 * whole.numel(), 2, dtype=torch.int64, device=whole.device)
     return torch.stack([whole.sum() + rest, (whole * weights).sum() + rest])
 
