@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from megafp8.core.errors import ConfigError
 
@@ -13,6 +14,7 @@ EPILOG = """examples:
   megafp8 convert --to hf runs/big/checkpoints/step_00010000 out --dtype fp32
   megafp8 convert --to modelopt runs/tiny-fp8 exports/tiny-fp8      FP8 with the run's own activation scales
   megafp8 convert --to modelopt RUN OUT --quant nvfp4 --kv-cache fp8 --calibrate data/en/valid --samples 256
+  megafp8 convert --to trtllm RUN OUT --tp 4 --pp 2 --quant fp8     native TensorRT-LLM, for engines up to 1.2
   megafp8 convert --from hf ~/models/Llama-3-8B runs/init           weights only, for continued pretraining
 
 The result is written beside OUT and renamed when it is complete and verified: reloaded with transformers, logits and
@@ -25,6 +27,7 @@ _USES: dict[str, tuple[str, ...]] = {
     "--to hf": ("dtype", "tokenizer"),
     "--to modelopt": _QUANTIZED,
     "--to compressed-tensors": _QUANTIZED,
+    "--to trtllm": (*_QUANTIZED, "tp", "pp", "moe_ep", "compat"),
     "--from hf": (),
 }
 
@@ -32,12 +35,16 @@ _USES: dict[str, tuple[str, ...]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("hf", "modelopt", "compressed-tensors"), help="write this format")
+    way.add_argument("--to", choices=("hf", "modelopt", "compressed-tensors", "trtllm"), help="write this format")
     way.add_argument("--from", choices=("hf",), dest="source_format", help="read this format")
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, a run's folder, or (--from) a foreign folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights (--to; default bf16)")
-    parser.add_argument("--quant", metavar="SCHEME", help="modelopt: fp8 (default), fp8-block, nvfp4")
+    parser.add_argument("--quant", metavar="SCHEME", help="modelopt: fp8, fp8-block, nvfp4; trtllm: none, fp8")
+    parser.add_argument("--tp", type=int, metavar="N", help="trtllm: ranks that share each layer (default 1)")
+    parser.add_argument("--pp", type=int, metavar="N", help="trtllm: stages (default 1)")
+    parser.add_argument("--moe-ep", type=int, metavar="N", help="trtllm: groups of tp ranks that share out experts")
+    parser.add_argument("--compat", metavar="RELEASE", help="trtllm: 1.2 (default) or 0.13")
     parser.add_argument("--kv-cache", choices=("none", "fp8"), help="scales of keys and values too")
     parser.add_argument("--calibrate", metavar="CORPUS", help="take activation scales from this .bin/.idx or text file")
     parser.add_argument("--samples", type=int, metavar="N", help="of the corpus (default 128)")
@@ -81,11 +88,36 @@ def _quantized(args: argparse.Namespace) -> int:
     samples = 128 if args.samples is None else args.samples
     percentile = 100.0 if args.percentile is None else args.percentile
     calibration = Calibration(args.calibrate, samples, percentile) if args.calibrate else None
+    if args.to == "trtllm":
+        return _native(args, calibration)
     options = Options(args.to, args.quant or "", args.kv_cache == "fp8", calibration, args.dtype or "bf16")
     to_quantized(
         args.source,
         args.out,
         options,
+        tokenizer=args.tokenizer,
+        verify=not args.no_verify,
+        workers=args.workers,
+        say=print,
+    )
+    return 0
+
+
+def _native(args: argparse.Namespace, calibration: Any) -> int:
+    from megafp8.convert.trtllm import to_trtllm
+    from megafp8.convert.trtllm_config import Target
+
+    if args.quant not in (None, "none", "fp8"):
+        raise ConfigError(f"--quant {args.quant}: native checkpoints are written in none (BF16) or fp8")
+    sizes = [1 if size is None else size for size in (args.tp, args.pp, args.moe_ep)]
+    to_trtllm(
+        args.source,
+        args.out,
+        Target(*sizes, args.compat or "1.2"),
+        fp8=args.quant == "fp8",
+        kv_cache=args.kv_cache == "fp8",
+        calibration=calibration,
+        dtype=args.dtype or "bf16",
         tokenizer=args.tokenizer,
         verify=not args.no_verify,
         workers=args.workers,

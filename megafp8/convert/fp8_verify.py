@@ -38,14 +38,20 @@ _SMALLEST = 2.0**-10  # of the largest storable input that the text should reach
 
 
 def verify_quantized(folder: Path, source: Source, spec: str, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Compare; returns what was found, for the record.
+    """`verify_decoded` of a quantized Hugging Face folder."""
+    return verify_decoded(folder, read_quantized(folder), source, spec, say)
+
+
+def verify_decoded(
+    folder: Path, decoded: Decoded, source: Source, spec: str, say: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Compare what a reader found in `folder` with the source; returns what was found, for the record.
 
     Raises:
         CheckpointError: anything out of bounds; all of it, in one line.
         ConfigError: transformers is not installed.
     """
     transformers = load("transformers", "convert with --no-verify")
-    decoded = read_quantized(folder)
     problems, worst = _compare_tensors(decoded, source)
     say(f"tensors: {len(decoded.steps)} quantized, largest relative RMS error {worst:.4f}, the others exact")
     ids = sample_ids(source.config, load_tokenizer(spec))
@@ -63,7 +69,7 @@ def verify_quantized(folder: Path, source: Source, spec: str, say: Callable[[str
         with _rounded_inputs(theirs, decoded):
             quantized = theirs(ids).logits[0].double()
         reference = ours(ids)[0].double()
-    kinds = {"weights": plain, "weights and activations": quantized}
+    kinds = {"weights": plain, **({"weights and activations": quantized} if decoded.steps else {})}
     figures = {what: _distance(reference, logits, ids) for what, logits in kinds.items()}
     if decoded.kv_scales:
         figures["weights, FP8 cache"] = _distance(reference, _with_cache(same, decoded, ids, problems), ids)
