@@ -109,11 +109,11 @@ def _native(args: argparse.Namespace, calibration: Any) -> int:
 
     if args.quant not in (None, "none", "fp8"):
         raise ConfigError(f"--quant {args.quant}: native checkpoints are written in none (BF16) or fp8")
-    sizes = [1 if size is None else size for size in (args.tp, args.pp, args.moe_ep)]
+    tp, pp, moe_ep = (1 if size is None else int(size) for size in (args.tp, args.pp, args.moe_ep))
     to_trtllm(
         args.source,
         args.out,
-        Target(*sizes, args.compat or "1.2"),
+        Target(tp, pp, moe_ep, args.compat or "1.2"),
         fp8=args.quant == "fp8",
         kv_cache=args.kv_cache == "fp8",
         calibration=calibration,
