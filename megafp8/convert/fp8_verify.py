@@ -175,6 +175,7 @@ def _watch_inputs(model: Any, decoded: Decoded, ids: Tensor, problems: list[str]
 @contextmanager
 def _rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
     """Within it, linears see their inputs as FP8 codes under the stored scales, or under scales of each token."""
+
     def hook(name: str) -> Any:
         def rounded(module: Any, args: Any) -> Any:
             x = args[0]

@@ -16,14 +16,14 @@ from megafp8.convert.checkpoint_out import write_checkpoint
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.hf_files import shard_names, write_index
 from megafp8.convert.hf_tokenizer import write_tokenizer
-from megafp8.convert.source import HuggingFaceFolder, Source, open_source, unrounded
+from megafp8.convert.source import HuggingFaceFolder, Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.convert.verify_hf import Report, verify_folder
 from megafp8.core.config import to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import identity, load_tokenizer
-from megafp8.infer.weights import DTYPES, in_dtype, stored_name
+from megafp8.infer.weights import DTYPES, stored_name
 from megafp8.models import ModelConfig
 from megafp8.models.families.rules import Rule
 from megafp8.models.names import VIEWS, hf_config, resolved_rules, split
@@ -97,7 +97,7 @@ def hf_groups(source: Source, dtype: torch.dtype) -> list[Group]:
             (rule.ours,),
             tuple(Output(file, output.name, output.dtype, output.shape) for output in outputs),
             _maker(source.config, rule, dtype),
-            dtype,
+            source.written_dtype(rule.ours, dtype),
             memory=0 if rule.kind in VIEWS else None,
         )
         for rule, outputs, file in zip(rules, planned, files, strict=True)
@@ -106,7 +106,7 @@ def hf_groups(source: Source, dtype: torch.dtype) -> list[Group]:
 
 def _planned(source: Source, rule: Rule, dtype: torch.dtype) -> list[Output]:
     parts = split(source.config, rule, torch.empty(source.shapes[rule.ours], device="meta"))
-    stored = torch.float32 if unrounded(rule.ours) else dtype
+    stored = source.written_dtype(rule.ours, dtype)
     return [Output("", name, stored, tuple(part.shape)) for name, part in zip(rule.theirs, parts, strict=True)]
 
 
@@ -136,7 +136,7 @@ def write_sidecars(folder: Path, source: Source, theirs: dict[str, Any], spec: s
 
 
 def _verified(folder: Path, model: Source, spec: str, dtype: torch.dtype, say: Callable[[str], Any]) -> Report:
-    tensors = {name: model.read(name, dtype) for name in model.shapes}
+    tensors = {name: model.read(name, model.written_dtype(name, dtype)) for name in model.shapes}
     report = verify_folder(folder, model.config, tensors, load_tokenizer(spec))
     for line in report.lines():
         say(line)
@@ -185,6 +185,7 @@ def from_hf(
             "consumed_samples": 0,
             "config": {"model": to_dict(model.config), "data": {"sequence_length": model.config.max_sequence_length}},
             "source": str(source.absolute()),
+            "fp32_weights": sorted(model.fp32),
             "code_version": __version__,
         }
         try:
@@ -202,8 +203,8 @@ def _verify_import(source: Source, folder: Path, *, say: Callable[[str], Any]) -
     Without the tokenizer: which one goes with the model is settled when something is trained or exported.
     """
     stored = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    ours = {name: stored[stored_name(name)] for name in source.shapes}
-    report = verify_folder(source.path, source.config, in_dtype(ours, source.dtypes["embedding.weight"]), None)
+    ours = {name: stored[stored_name(name)].to(dtype) for name, dtype in source.dtypes.items()}
+    report = verify_folder(source.path, source.config, ours, None)
     for comparison in report.logits:
         say(str(comparison))
     if report.problems:

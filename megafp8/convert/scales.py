@@ -125,9 +125,7 @@ def _history(source: Source, precision: PrecisionConfig) -> Amaxes:
     return Amaxes("amax history of the run (delayed scaling)", inputs, kept=kept)
 
 
-def _calibrated(
-    source: Source, calibration: Calibration, tokenizer: str | None, say: Callable[[str], Any]
-) -> Amaxes:
+def _calibrated(source: Source, calibration: Calibration, tokenizer: str | None, say: Callable[[str], Any]) -> Amaxes:
     spec = load_tokenizer(source.tokenizer(tokenizer))
     text = Path(calibration.corpus).is_file()
     tokens = text_tokens(calibration.corpus, spec)[0] if text else dataset_tokens(calibration.corpus, spec)

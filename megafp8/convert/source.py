@@ -42,6 +42,7 @@ class Source(ABC):
         fingerprint: changes whenever its content does.
         shapes: {our name: whole shape}; exactly what the config asks for.
         dtypes: {our name: stored dtype}.
+        fp32: tensors that stay fp32 among 16-bit ones, since the folder that the model came from has them so.
         add_bos: whether documents began with the begin id in training; None: not known, its tokenizer's rule holds.
     """
 
@@ -50,6 +51,7 @@ class Source(ABC):
     fingerprint: str
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
+    fp32: frozenset[str] = frozenset()
     add_bos: bool | None = None
 
     def __enter__(self) -> Source:
@@ -61,6 +63,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole tensor on the CPU, in `dtype` (None: as stored; routers' biases always are)."""
+
+    def written_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype a tensor is written where the model is written in `dtype`."""
+        return torch.float32 if unrounded(name) or name in self.fp32 else dtype
 
     def memory(self, name: str, dtype: torch.dtype | None = None) -> int:
         """Bytes that are held while a tensor is read in `dtype`."""
@@ -98,6 +104,7 @@ class Checkpoint(Source):
         self.config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
         self.fingerprint = sha256_file(path / MANIFEST_NAME)
         self._tensors = TensorReader(path)
+        self.fp32 = frozenset(self._tensors.meta.get("fp32_weights", ()))
         self.add_bos = (self._tensors.meta.get("tokenizer") or {}).get("add_bos")
         self._stored = {
             name.removeprefix(prefix): name
@@ -143,6 +150,8 @@ class HuggingFaceFolder(Source):
         self._rules = {rule.ours: rule for rule in resolved_rules(self.config)}
         self.shapes = {name: self._shape(rule) for name, rule in self._rules.items()}
         self.dtypes = {name: self._dtype(rule) for name, rule in self._rules.items()}
+        if self.dtypes["embedding.weight"] != torch.float32:
+            self.fp32 = frozenset(name for name, dtype in self.dtypes.items() if dtype == torch.float32)
         check_shapes(weight_shapes(self.config), self.shapes)
         self.fingerprint = self._fingerprint()
         self._files: dict[str, int] = {}
