@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -205,6 +206,13 @@ def _datatrove(inputs: Inputs, output: Path, tokenizer: Path, interpreter: str) 
     return [interpreter, script, "tokenize", str(inputs.parts), str(output), str(tokenizer), "2"]
 
 
+def _steady(one: Contender) -> list[float]:
+    """CPU-seconds without the start-up; nan where they are lost in its noise."""
+    pairs = zip(one.runs, one.startups, strict=True)
+    found = [(a.cpu_seconds - b.cpu_seconds, b.cpu_seconds) for a, b in pairs]
+    return [left if left > startup / 10 else math.nan for left, startup in found]
+
+
 def report(found: list[Contender], num_bytes: int) -> list[dict[str, Any]]:
     """Print a table; ratios are of our one process to each peer, medians over rounds."""
     rows = []
@@ -212,8 +220,7 @@ def report(found: list[Contender], num_bytes: int) -> list[dict[str, Any]]:
     print(" " * 54 + "".join(f"{head:>9}" for head in heads))
     for one in found:
         base = next(c for c in found if c.tokenizer == one.tokenizer)
-        steady = [max(a.cpu_seconds - b.cpu_seconds, 1e-3) for a, b in zip(one.runs, one.startups, strict=True)]
-        ours_steady = [a.cpu_seconds - b.cpu_seconds for a, b in zip(base.runs, base.startups, strict=True)]
+        steady, ours_steady = _steady(one), _steady(base)
         cpu = statistics.median(usage.cpu_seconds for usage in one.runs)
         row = {
             "name": one.name,
