@@ -126,7 +126,7 @@ def spoil(name: str, tensor: Any) -> None:
     """A value that an order may change in place: its first element, or with `flip` one bit of it; on the CPU."""
     if _injector is None:
         return
-    for found in _injector.due(name):
+    if (found := next(_injector.due(name), None)) is not None:
         flat = tensor.detach().reshape(-1)
         assert flat.data_ptr() == tensor.data_ptr(), f"{name} is not contiguous"
         if found.action == "flip":
