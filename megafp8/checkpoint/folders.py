@@ -95,8 +95,12 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Compare the names and sizes of the piece files with the manifest; reads none of them.
 
     Raises:
-        CheckpointError: a file is missing, too long, too short, or not of this checkpoint; names it.
+        CheckpointError: a file is missing, too long, too short, or not of this checkpoint; names it. The folder bears
+            another step's name.
     """
+    named = _STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:  # the newest by name, and loaded for ever
+        raise CheckpointError(f"{folder}: holds step {manifest.step} under another step's name; use an older checkpoint")
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
