@@ -100,7 +100,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """
     named = _STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:  # the newest by name, and loaded for ever
-        raise CheckpointError(f"{folder}: holds step {manifest.step} under another step's name; use an older checkpoint")
+        what = f"holds step {manifest.step} under another step's name"
+        raise CheckpointError(f"{folder}: {what}; use an older checkpoint")
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

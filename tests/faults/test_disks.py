@@ -14,6 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -180,7 +181,12 @@ def test_fifty_power_cuts(tmp_path):
             time.sleep(rng.uniform(0.0, 0.3))
             with contextlib.suppress(OSError):
                 told = int((disk / "ck/told").read_text() or 0)
+            held = psutil.Process(process.pid)
+            held.suspend()  # a copy takes a moment, in which blocks that it has passed would be given to others
+            while held.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
             shutil.copyfile(image, tmp_path / "cut")
+            held.resume()
             subprocess.run(["mount", "-o", "loop", tmp_path / "cut", after], check=True)
             try:
                 newest = latest(after / "ck")
