@@ -15,6 +15,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
+from megafp8.core.errors import is_fault, one_line
 from megafp8.corpus.compressed import DamagedError, InputStream
 from megafp8.corpus.config import SourceConfig
 from megafp8.corpus.documents import Bad, Document, Dropped, Record, Skipped, excerpt
@@ -100,8 +101,10 @@ def _taken(one: Any, data: bytes, path: str, number: int, config: SourceConfig) 
             text = Dropped("no text", kind)
     except UnicodeDecodeError as error:
         return Bad(path, number, f"not UTF-8 at byte {error.start} of {url}", excerpt(data))
-    except (OSError, ValueError) as error:
-        return Bad(path, number, f"{url}: {str(error) or type(error).__name__}", excerpt(data))
+    except BaseException as error:  # of one page in a million the extraction may fail in any way
+        if not is_fault(error):
+            raise
+        return Bad(path, number, f"{url}: {type(error).__name__}: {one_line(error)}", excerpt(data))
     document = Document(name, "" if isinstance(text, Dropped) else text, config.language, path, metadata)
     return Skipped(document, text) if isinstance(text, Dropped) else document
 
@@ -118,5 +121,8 @@ def _page(data: bytes) -> str | Dropped:
     if kind not in _HTML and kind != "text/plain":
         return Dropped("no text", kind)
     body = one.reader.read()
-    text = bytes_to_str(body, str(one.http_charset or detect_encoding(body)), errors="replace")
+    try:
+        text = bytes_to_str(body, str(one.http_charset or detect_encoding(body)), errors="replace")
+    except LookupError:  # the server names no character set that there is: the page itself is asked, as browsers do
+        text = bytes_to_str(body, detect_encoding(body), errors="replace")
     return text if kind == "text/plain" else extract_plain_text(text, main_content=True)

@@ -148,6 +148,27 @@ def test_warc_pages(tmp_path: Path, packed: bool) -> None:
     assert len(read("warc", path, max_record_bytes=100)) == 7
 
 
+@pytest.mark.parametrize("charset", ["no-such-set", "hex", "日本"])
+def test_a_server_that_names_no_character_set_that_there_is(tmp_path: Path, charset: str) -> None:
+    """Found by changing bytes at random: it cost all pages of the archive."""
+    page = '<html><head><meta charset="utf-8"></head><body><p>Größe und Länge</p></body></html>'
+    records = [warc_record("response", 1, http(page.encode(), kind=f"text/html; charset={charset}")), *archive()[2:3]]
+    (tmp_path / "a.warc").write_bytes(b"".join(records))
+    found = read("warc", tmp_path / "a.warc")
+    assert texts(found)[0] == "Größe und Länge" and len(texts(found)) == 2
+
+
+def test_extraction_that_fails_costs_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise RuntimeError("no tree\nat all")
+
+    monkeypatch.setattr("megafp8.corpus.formats.warc.extract_plain_text", fail)
+    (tmp_path / "a.warc").write_bytes(b"".join(archive()))
+    found = read("warc", tmp_path / "a.warc")
+    assert texts(found) == ["Text einer Seite, größer"]
+    assert bad(found)[0].reason == "http://a/3: RuntimeError: no tree" and not bad(found)[0].damaged
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_cut_of_an_archive_is_noticed(tmp_path: Path, packed: bool) -> None:
     path = tmp_path / "a.warc"
