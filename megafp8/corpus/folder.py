@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.core.errors import DataError, ResourceError
-from megafp8.core.jsonio import read_json, resource_error
+from megafp8.core.jsonio import read_json, resource_error, seal_holds
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.compressed import InputStream
 from megafp8.corpus.documents import SPLITS
@@ -77,7 +77,12 @@ def refusals(folder: Path) -> Iterator[None]:
 
 
 def record_at(path: Path) -> dict[str, Any]:
-    """A JSON record of ours, or {} if there is none or it is of another kind."""
+    """A JSON record of ours, or {} if there is none, or it is of another kind or not as it was written."""
+    value = _ours(path)
+    return value if value and seal_holds(value) else {}
+
+
+def _ours(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with contextlib.suppress(DataError):
@@ -100,7 +105,7 @@ def claim(folder: Path) -> None:
     names = _shown_names(folder)
     if STAGES in names and not _shown_names(folder / STAGES):  # a run was killed before it could say that it is ours
         names.remove(STAGES)
-    if names and not any(record_at(folder / name) for name in (MANIFEST, OWNER, TOKENIZER_INFO)):
+    if names and not any(_ours(folder / name) for name in (MANIFEST, OWNER, TOKENIZER_INFO)):
         raise DataError(
             f"{folder}: holds {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}, which `megafp8 preprocess` "
             "did not write; choose an empty or new output.folder"

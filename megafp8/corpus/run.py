@@ -135,7 +135,7 @@ class _Run:
         self._executor = open_executor(self.config)
         self.stages = StageRun(self.root, self._executor, stop=self.config.source.on_error == "stop")
         if not (self.folder / places.OWNER).exists():  # first: from here on the folder is known to be ours
-            write_json(self.folder / places.OWNER, {"kind": "megafp8-corpus-stages"})
+            write_json(self.folder / places.OWNER, sealed({"kind": "megafp8-corpus-stages"}))
         places.clear_partial(self.folder)
         return self
 
@@ -225,7 +225,7 @@ class _Run:
             self.checksums.setdefault(one["path"], one["checksum"])
         for name, paths in ((BAD, self.quarantine), (DROPPED, self.dropped)):
             if name in record["outputs"]:
-                paths.append(self.root / task.output(record, name).path)
+                paths.append(self.stages.output(task, record, name))
 
     def _judge_read(self) -> None:
         """Refuse a corpus with too many bad records; the quarantine file stays as the evidence."""
@@ -245,22 +245,24 @@ class _Run:
         task = self.planner.tokenizer_task(tasks, records)
         (trained,) = self.stages.run(f"training a tokenizer of {self.config.tokenizer.vocab_size} ids", [task])
         self.stages.stop_if_failed()
-        made = self.root / task.output(trained, MODEL).path
+        made = self.stages.output(task, trained, MODEL)
         tokenizer = load_tokenizer(made)
         name = self.folder / places.TOKENIZER
         if not (name.is_file() and name.read_bytes() == made.read_bytes()):
             places.give_name(made, name)
         write_json(
             self.folder / places.TOKENIZER_INFO,
-            {
-                "kind": _TOKENIZER_KIND,
-                "config_fingerprint": tokenizer_fingerprint(self.config),
-                "inputs": places.inputs_record(self.source.files, self.checksums),
-                "settings": to_dict(self.config.tokenizer),
-                "tokenizer": identity(tokenizer),
-                **sample_facts(records),
-                **trained["counts"],
-            },
+            sealed(
+                {
+                    "kind": _TOKENIZER_KIND,
+                    "config_fingerprint": tokenizer_fingerprint(self.config),
+                    "inputs": places.inputs_record(self.source.files, self.checksums),
+                    "settings": to_dict(self.config.tokenizer),
+                    "tokenizer": identity(tokenizer),
+                    **sample_facts(records),
+                    **trained["counts"],
+                }
+            ),
         )
         self.check(views, str(made), tokenizer)
         return str(made), tokenizer
@@ -307,12 +309,16 @@ class _Run:
 
     def _commit(self, tasks: list[Task], records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
         """Names for everything, the manifest last."""
+        made = {
+            f"{name}.{suffix}": self.stages.output(task, record, f"{name}.{suffix}")
+            for name, task, record in zip(SPLITS, tasks, records)
+            for suffix in ("bin", "json", "idx")  # with the index the dataset is there
+        }
         (self.folder / places.MANIFEST).unlink(missing_ok=True)
-        for name, task, record in zip(SPLITS, tasks, records):
-            remove_dataset(self.folder / name)
-            for suffix in ("bin", "json", "idx"):  # with the index the dataset is there
-                output = task.output(record, f"{name}.{suffix}")
-                places.give_name(self.root / output.path, self.folder / f"{name}.{suffix}")
+        for split in SPLITS:
+            remove_dataset(self.folder / split)
+        for name, path in made.items():
+            places.give_name(path, self.folder / name)
         places.join_files(self.quarantine, self.folder / places.QUARANTINE)
         places.join_files(self.dropped, self.folder / places.DROPPED, empty=EMPTY_LINES)
         write_json(self.folder / places.FIGURES, self.figures.to_json())

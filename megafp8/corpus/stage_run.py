@@ -18,7 +18,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import FINAL, Executor, Failure
 from megafp8.corpus.progress import Progress
-from megafp8.corpus.tasks import Task, load_record
+from megafp8.corpus.tasks import Task, checked_file, load_record
 
 LOG = "log.jsonl"
 _SHOWN = ("documents", "text_bytes", "tokens", "dropped")
@@ -54,6 +54,7 @@ class StageRun:
     def __init__(self, root: Path, executor: Executor, *, stop: bool = False) -> None:
         self.root, self._executor, self._stop = root, executor, stop
         self.tasks: list[Task] = []
+        self._made: set[str] = set()  # in this call
         self.set_aside: list[Failure] = []
 
     def run(self, label: str, tasks: Sequence[Task]) -> list[dict[str, Any]]:
@@ -66,8 +67,19 @@ class StageRun:
             with listener.bar:
                 self._executor.run(self.root, todo, listener)
             self.set_aside += listener.set_aside
+            self._made |= {task.id for task in todo}
             records |= {task.id: load_record(self.root, task) for task in todo}
         return [records[task.id] for task in tasks]
+
+    def output(self, task: Task, record: Mapping[str, Any], name: str) -> Path:
+        """A task's output; one that an earlier call has made is compared with its checksum.
+
+        Raises:
+            DataError: it has changed.
+        """
+        one = task.output(record, name)
+        path = self.root / one.path
+        return path if task.id in self._made else checked_file(path, one.checksum)
 
     def stop_if_failed(self) -> None:
         """Raise if a task was set aside: what comes now needs all of them."""

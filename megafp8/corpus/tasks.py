@@ -3,8 +3,8 @@
 A task is a stage (a file of `stages/`), values that decide its bytes, and inputs. Its id is a hash of these, and its
 outputs lie under its id: another configuration is another task and touches none of the old files. Outputs are made
 in a folder of their own, made durable, and given their names one by one; the record comes last. A task is done if
-and only if its record is there, its outputs have the recorded sizes, and the user's files it read are still the
-same. Checksums are compared when a later task reads the output.
+and only if its record is there and as it was written, its outputs have the recorded sizes, and the user's files it
+read are still the same. Checksums are compared when a later task reads the output, or it gets its final name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.core.errors import DataError
-from megafp8.core.jsonio import fsync_dir, read_json, resource_error, write_json
+from megafp8.core.jsonio import fsync_dir, read_json, resource_error, seal_holds, sealed, write_json
 from megafp8.corpus.compressed import InputStream
 from megafp8.data.indexed_writer import checksum_file
 
@@ -132,11 +132,7 @@ class Work:
         Raises:
             DataError: they are others; the record of the task that made it is removed, so that it is made again.
         """
-        path, one = self.path(number), self.inputs[number]
-        if not path.is_file() or checksum_file(path) != one.checksum:
-            path.with_name(f"{path.name.partition('.')[0]}.json").unlink(missing_ok=True)
-            raise DataError(f"{path}: changed since it was made; run the same command again, which makes it again")
-        return path
+        return checked_file(self.path(number), self.inputs[number].checksum)
 
     def set_checksum(self, number: int, checksum: str) -> None:
         """Tell the checksum of a user's file that has been read."""
@@ -146,6 +142,18 @@ class Work:
         """Tell how far it is (`done_bytes`, and counts as in the record); cheap enough for each batch."""
         if self._report is not None:
             self._report(counts)
+
+
+def checked_file(path: Path, checksum: str) -> Path:
+    """A task's output, whose bytes have been compared with its record.
+
+    Raises:
+        DataError: they are others; the record of the task that made it is removed, so that it is made again.
+    """
+    if not path.is_file() or checksum_file(path) != checksum:
+        path.with_name(f"{path.name.partition('.')[0]}.json").unlink(missing_ok=True)
+        raise DataError(f"{path}: changed since it was made; run the same command again, which makes it again")
+    return path
 
 
 def range_checksum(one: Input) -> str:
@@ -162,6 +170,8 @@ def load_record(root: Path, task: Task) -> dict[str, Any]:
     except DataError:
         return {}
     if not isinstance(record, dict) or record.get("kind") != RECORD_KIND or record.get("id") != task.id:
+        return {}
+    if not seal_holds(record):
         return {}
     for name, facts in record["outputs"].items():
         try:
@@ -217,6 +227,7 @@ def run_task(root: Path, task: Task, report: Report | None = None) -> dict[str, 
             "seconds": round(time.monotonic() - start, 3),
             "cpu_seconds": round(time.process_time() - cpu_start, 3),
         }
+        record = sealed(record)
         write_json(task.record_path(root), record)
         return record
     except OSError as error:

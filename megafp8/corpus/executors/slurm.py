@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.core.errors import ConfigError, ResourceError
-from megafp8.core.jsonio import write_json
+from megafp8.core.jsonio import sealed, write_json
 from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.executors.interface import Failure, Listener, log_path
@@ -109,7 +109,7 @@ class Slurm:
             number = done.stdout.strip().partition(";")[0]
             if done.returncode == 0 and number:
                 self._job_ids.append(number)
-                write_json(job.folder / "slurm.json", {"kind": "megafp8-slurm", "job_ids": self._job_ids})
+                write_json(job.folder / "slurm.json", sealed({"kind": "megafp8-slurm", "job_ids": self._job_ids}))
                 return
             if "nvalid" in done.stderr:  # a partition, option or account that does not exist: no use to ask again
                 break

@@ -12,6 +12,7 @@ import tokenizers
 from megafp8.cli.main import main
 from megafp8.core.config import dump_toml
 from megafp8.core.errors import DataError
+from megafp8.core.jsonio import sealed, write_json
 from megafp8.corpus.documents import Document
 from megafp8.corpus.fertility import Fertility, lost, lost_probes
 from megafp8.corpus.run import preprocess
@@ -65,7 +66,8 @@ def test_visible_space_of_sentencepiece_is_no_loss(config: Callable, text: Path,
     assert report["all"]["lossy_documents"] == 0 and set(report["languages"]) == {"", "de", "en"}
     assert 1 < report["languages"]["en"]["tokens_per_word"] < 4 and report["all"]["documents"] == 628
     manifest = tmp_path / "out" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"lossy_documents": 0', '"lossy_documents": 9'))
+    changed = json.loads(manifest.read_text().replace('"lossy_documents": 0', '"lossy_documents": 9'))
+    write_json(manifest, sealed(changed))
     with pytest.raises(DataError, match="9 of 628"):
         preprocess(config())  # judged again, out of the manifest
     preprocess(config(tokenizer={"max_lossy_share": 0.1}))
