@@ -121,8 +121,9 @@ def _page(data: bytes) -> str | Dropped:
     if kind not in _HTML and kind != "text/plain":
         return Dropped("no text", kind)
     body = one.reader.read()
+    found = detect_encoding(body) or "utf-8"
     try:
-        text = bytes_to_str(body, str(one.http_charset or detect_encoding(body)), errors="replace")
+        text = bytes_to_str(body, one.http_charset or found, errors="replace")
     except LookupError:  # the server names no character set that there is: the page itself is asked, as browsers do
-        text = bytes_to_str(body, detect_encoding(body), errors="replace")
+        text = bytes_to_str(body, found, errors="replace")
     return text if kind == "text/plain" else extract_plain_text(text, main_content=True)
