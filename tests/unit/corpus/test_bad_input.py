@@ -274,7 +274,8 @@ def open_folder() -> Iterator[Path]:
 def test_no_permission_is_one_line(config: Callable, text: Path, open_folder: Path) -> None:
     """As nobody: a folder of someone else's, a corpus of someone else's, a file of someone else's."""
     shutil.copytree(text, open_folder / "text")
-    (open_folder / "text" / "part-1.jsonl").chmod(0o600)
+    for path, mode in (("text", 0o755), ("text/part-0.jsonl", 0o644), ("text/part-1.jsonl", 0o600)):
+        (open_folder / path).chmod(mode)
     (open_folder / "mine").mkdir()
     os.chown(open_folder / "mine", 65534, 65534)
 
@@ -282,6 +283,7 @@ def test_no_permission_is_one_line(config: Callable, text: Path, open_folder: Pa
         source = {"files": [f"{open_folder}/text/{part}"]}
         made = config(source=source, output={"folder": f"{open_folder}/{name}"}, **BYTES)
         (open_folder / f"{name}.toml").write_text(dump_toml(made))
+        (open_folder / f"{name}.toml").chmod(0o644)
         return f"main(['preprocess', '{open_folder}/{name}.toml'])\n"
 
     # one run as root: nobody may not read this Python's modules, where it is installed in root's home
