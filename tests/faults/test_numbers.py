@@ -42,7 +42,9 @@ def test_a_nan_that_is_not_looked_into_is_a_step_that_no_rank_takes(config, calm
     orders = " ".join(f"loss:nan:1:*#{number}" for number in range(40))
     config.write_text(config.read_text().replace(str(tmp_path / "run"), str(tmp_path / "other")))
     ended = attempt(config, 2, [*WORDS, *overrides(train__max_nonfinite_steps=2)], orders=orders)
-    assert ended.codes == [5, 5] and "not finite for 3 steps in a row" in ended.said, ended.said
+    # rank 1 leaves the word to rank 0, and may be ended meanwhile
+    assert ended.codes[0] == 5 and ended.codes[1] in (5, -9), ended.codes
+    assert "not finite for 3 steps in a row" in ended.said, ended.said
 
 
 def _wrong_sum(rank: int, world: int, config: Any, judged: bool) -> tuple[bool, str]:
