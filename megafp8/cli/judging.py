@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+RECIPES = ("none", "as-trained", "current", "blockwise", "mxfp8", "nvfp4")
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """The checkpoint, and in what to compute."""
@@ -13,7 +15,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default=dtype, help=f"to compute in (default {dtype})")
     parser.add_argument(
         "--recipe",
-        choices=("none", "as-trained", "current", "blockwise", "mxfp8", "nvfp4"),
+        choices=RECIPES,
         default="none",
         help="FP8 of the layers' linears: as-trained takes dtype, recipe and scales of the run, the others make their "
         "own scales (default none)",
@@ -23,16 +25,22 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
 
 def load(args: argparse.Namespace) -> tuple[Any, int]:
     """The model that `add_model_arguments` asks for, on this process's share of the ranks, and its rank."""
-    from megafp8.infer.ranks import device_here, inference_mesh
-    from megafp8.infer.weights import DTYPES, load_model
+    from megafp8.infer.ranks import inference_mesh
 
     mesh = inference_mesh(args.path, os.environ)
-    loaded = load_model(
+    return load_on(mesh, args, args.recipe), mesh.rank
+
+
+def load_on(mesh: Any, args: argparse.Namespace, recipe: str) -> Any:
+    """The model in `recipe`, on ranks that have met; dtype and tokenizer as asked for."""
+    from megafp8.infer.ranks import device_here
+    from megafp8.infer.weights import DTYPES, load_model
+
+    return load_model(
         args.path,
         dtype=DTYPES[args.dtype],
-        recipe=args.recipe.replace("-", " "),
+        recipe=recipe.replace("-", " "),
         device=device_here(),
         tokenizer=args.tokenizer,
         mesh=mesh,
     )
-    return loaded, mesh.rank

@@ -15,7 +15,7 @@ from megafp8.core.errors import EXIT_CODES, EXIT_INTERRUPTED, ConfigError, MegaE
 
 VERBS = (
     "preprocess", "tokenizer", "data", "check", "pretrain", "report", "generate", "eval",
-    "convert", "checkpoint", "plan", "formats", "doctor",
+    "bench-inference", "convert", "checkpoint", "plan", "formats", "doctor",
 )  # fmt: skip
 
 EPILOG = """examples:
@@ -30,7 +30,7 @@ exit codes:
 
 def load(verb: str) -> ModuleType:
     """The module of a verb."""
-    return importlib.import_module(f"megafp8.cli.{verb}")
+    return importlib.import_module(f"megafp8.cli.{verb.replace('-', '_')}")
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def _top_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
-    lines = "\n".join(f"  {verb:<12} {load(verb).HELP}" for verb in VERBS)
+    lines = "\n".join(f"  {verb:<15} {load(verb).HELP}" for verb in VERBS)
     parser.description = f"{parser.description}\n\nverbs (megafp8 VERB --help for each):\n{lines}"
     parser.usage = "megafp8 VERB [...]"
     return parser
