@@ -61,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
         check_server(server)
     curves, rank = _engine_curves(args, recipes, workload, batches) if args.path else ([], 0)
     if rank > 0:
-        return 0
+        return max((curve.error.exit_code for curve in curves if curve.error is not None), default=0)
     if args.seed is None:  # of servers alone: the ranks of our engine must agree on their prompts
         workload = replace(workload, seed=secrets.randbelow(1 << 31))
     curves += _server_curves(servers, workload, batches)
+    failed = next((curve.error for curve in curves if curve.error is not None), None)
+    if failed is not None and not any(curve.points for curve in curves):
+        raise failed
     print(_table(curves, workload, args.budget_ms))
     _keep(out, curves, workload, args)
-    failed = next((curve.error for curve in curves if curve.error is not None), None)
     return failed.exit_code if failed is not None else 0
 
 
@@ -147,6 +149,7 @@ def _engine_curves(
     """The curve of each recipe, and this process's rank."""
     from megafp8.checkpoint import find
     from megafp8.cli.judging import load_on
+    from megafp8.core.errors import MegaError
     from megafp8.infer.engine_speed import check_fits, is_emulated, measure_engine
     from megafp8.infer.ranks import device_here, inference_mesh
     from megafp8.infer.sweep import Curve, run_sweep
@@ -156,12 +159,18 @@ def _engine_curves(
     check_fits(model_config(path), workload)
     mesh, curves = inference_mesh(path, os.environ), []
     for recipe in recipes:
-        model = load_on(mesh, args, recipe).model
         label, dtype = _label(path, recipe, args.dtype)
         facts = {"engine": "megafp8", "checkpoint": str(path), "dtype": dtype, "recipe": recipe, "tp": mesh.world}
         facts |= {"device": device_here(), "seed": workload.seed}
-        curve = Curve(label, facts, is_emulated(model))
-        curves.append(run_sweep(curve, batches, _said(label, partial(measure_engine, model, workload), mesh.rank)))
+        curve = Curve(label, facts)
+        curves.append(curve)
+        try:
+            model = load_on(mesh, args, recipe).model
+        except MegaError as error:  # this recipe cannot be; the others may
+            curve.error, curve.failure = error, "; ".join(str(error).splitlines())
+            continue
+        curve.emulated = is_emulated(model)
+        run_sweep(curve, batches, _said(label, partial(measure_engine, model, workload), mesh.rank))
         del model  # before the next one is loaded: two at once may not fit
     return curves, mesh.rank
 
@@ -220,8 +229,12 @@ def _table(curves: Sequence[Curve], workload: Workload, budget_ms: float | None)
             )
         short = [p for p in curve.points if p.new_tokens < workload.new_tokens]
         lines += [f"{curve.label}, batch {p.batch}: rows ended after {p.new_tokens:.1f} tokens" for p in short]
-        lines += [f"{curve.label}: no further, {curve.failure}"] if curve.failure else []
-    for curve in curves if budget_ms is not None else ():
+        lines += (
+            [f"{curve.label}: {'no further' if curve.points else 'not measured'}, {curve.failure}"]
+            if curve.failure
+            else []
+        )
+    for curve in [one for one in curves if one.points] if budget_ms is not None else ():
         found = capacity(curve.points, budget_ms / 1e3) if budget_ms is not None else None
         best = min(curve.points, key=lambda p: p.token)
         words = f"; the fastest is batch {best.batch} with {1e3 * best.token:.2f} ms" if found is None else ""
@@ -252,7 +265,7 @@ def _keep(out: Path, curves: Sequence[Curve], workload: Workload, args: argparse
     record = {"machine": _machine(), "workload": asdict(workload), "budget_ms": args.budget_ms, "note": note}
     write_json(out / "bench.json", {**record, "unit": "seconds", "curves": records})
     title = f"Throughput against latency: {workload.prompt_tokens} tokens of prompt, {workload.new_tokens} new"
-    picture = latency_figure(curves, title, budget_seconds=budget, note=note)
+    picture = latency_figure([curve for curve in curves if curve.points], title, budget_seconds=budget, note=note)
     write_atomic(out / "latency.png", picture.png)
     write_atomic(out / "latency.svg", standalone_svg(picture).encode())
     for name in ("bench.json", "latency.png", "latency.svg"):

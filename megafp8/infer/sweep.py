@@ -75,7 +75,8 @@ class Curve:
         label: what is measured, in a word or two.
         facts: model, dtype, recipe and the like.
         emulated: FP8 computed without FP8 hardware: its speed says nothing about a GPU.
-        failure: why the larger batch sizes are missing; empty if none is.
+        failure: why batch sizes are missing; empty if none is.
+        error: the same, to raise.
     """
 
     label: str
@@ -87,17 +88,11 @@ class Curve:
 
 
 def run_sweep(curve: Curve, batches: Sequence[int], measure: Callable[[int], Point]) -> Curve:
-    """Measure every batch size; what was measured before one fails is kept.
-
-    Raises:
-        MegaError: of `measure`, if it fails at the first.
-    """
+    """Measure every batch size until one fails; that is noted, and what was measured before is kept."""
     for batch in batches:
         try:
             curve.points.append(measure(batch))
         except MegaError as error:
-            if not curve.points:
-                raise
             curve.error, curve.failure = error, f"batch {batch}: {error}"
             break
     return curve

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 from megafp8.cli.main import main
 from megafp8.core.errors import ConfigError, ResourceError
@@ -47,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
             Handler.at_once += 1
             Handler.peak = max(Handler.peak, Handler.at_once)
             Handler.prompts[tuple(body["prompt"])] += 1
-        if self.fault == "busy" and Handler.peak > 1:
+        if self.fault == "busy" and sum(Handler.prompts.values()) > 1:
             return self.answer(503, "overloaded")
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
@@ -110,9 +111,9 @@ def point(batch: int, ms: float, rate: float) -> Point:
 
 def test_capacity_lies_on_the_line_between_batch_sizes() -> None:
     points = [point(1, 10, 100), point(2, 12, 160), point(4, 20, 200)]
-    between = capacity(points, 0.016)
+    between = capacity(points, 0.014)
     assert between is not None and not between.is_last
-    assert (between.tokens_per_second, between.batch, between.token) == pytest.approx((180.0, 3.0, 0.016))
+    assert (between.tokens_per_second, between.batch, between.token) == pytest.approx((170.0, 2.5, 0.014))
     assert capacity(points, 0.0099) is None
     assert capacity(points, 1.0) == Capacity(200, 0.02, 4, is_last=True)
     # more rows at less throughput: the best is not the last that fits
@@ -145,22 +146,24 @@ def test_our_engine_from_the_command_line(checkpoint: Path, tmp_path: Path, caps
         "bench-inference",
         str(checkpoint),
         "--recipes",
-        "none,current",
+        "none,current,as-trained",
         "--batches",
         "2,1",
         "--out",
         str(tmp_path),
     ]
     sizes = ["--prompt-tokens", "6", "--new-tokens", "4", "--repeats", "1", "--budget-ms", "100000"]
-    assert main([*words, *sizes]) == 0
+    assert main([*words, *sizes]) == 4  # a checkpoint that does not say how it was trained; the others are kept
     said = capsys.readouterr().out
     kept = json.loads((tmp_path / "bench.json").read_text())
-    assert [(c["label"], c["emulated"]) for c in kept["curves"]] == [("BF16", False), ("FP8 current", True)]
+    assert [(c["label"], c["emulated"]) for c in kept["curves"]] == [
+        ("BF16", False), ("FP8 current", True), ("as trained (BF16)", False)
+    ]  # fmt: skip
     assert [p["batch"] for p in kept["curves"][0]["points"]] == [1, 2]
     assert all(p["tokens_per_second"] > 0 and p["first_token"] > 0 for c in kept["curves"] for p in c["points"])
     assert kept["curves"][1]["capacity"]["is_last"] in (True, False) and kept["machine"]["cpu"]
     assert "speed says nothing about a GPU" in said and "speed says nothing about a GPU" in kept["note"]
-    assert said.count("FP8 current  ") == 2 and "tokens/s" in said
+    assert said.count("FP8 current  ") == 2 and "as trained (BF16): not measured, " in said and "tokens/s" in said
     svg = (tmp_path / "latency.svg").read_text()
     assert "var(--" not in svg and "says nothing about a GPU" in svg and "FP8 current (emulated)" in svg
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
@@ -170,8 +173,8 @@ def test_a_server_is_measured_with_as_many_requests_as_the_batch(url: str) -> No
     server = Server(url + "/v1/", "m", 5.0)
     check_server(server)
     found = measure_server(server, Workload(7, 5, warmup=1, repeats=2, seed=3), 3)
-    # Sleeps are never shorter than asked for; a busy machine makes them longer, by no more than ten times.
-    assert WAIT <= found.first_token < 10 * WAIT and GAP <= found.token <= found.token_p90 < 10 * GAP
+    # Sleeps are never shorter than asked for; a busy machine makes them longer, by no more than fifty times.
+    assert WAIT <= found.first_token < 50 * WAIT and GAP <= found.token <= found.token_p90 < 50 * GAP
     spent = 3 * 5 * 2 / found.tokens_per_second
     assert spent >= 2 * (WAIT + 4 * GAP)
     assert found.new_tokens == 5 and found.prompt_tokens == 8  # as the server counted, with its BOS
@@ -184,7 +187,7 @@ def test_a_server_from_the_command_line(url: str, tmp_path: Path, capsys: pytest
     rounds = ["--warmup", "0", "--repeats", "1", "--budget-ms", "1", "--out", str(tmp_path)]
     assert main([*words, *rounds, "--batches", "1,2"]) == 0
     assert "m: within 1 ms a token none fits; the fastest is batch" in capsys.readouterr().out
-    Handler.fault, Handler.peak = "busy", 0
+    Handler.fault, Handler.prompts = "busy", Counter()
     # what was measured before it failed is kept, and the exit code says that something is missing
     assert main([*words, *rounds, "--batches", "1,2,4"]) == 6
     assert "m: no further, batch 2: " in (said := capsys.readouterr().out) and "503 to /v1/completions" in said
@@ -204,7 +207,7 @@ def test_a_server_from_the_command_line(url: str, tmp_path: Path, capsys: pytest
 def test_what_a_server_does_wrong_is_said(url: str, fault: str, kind: type[Exception], problem: str) -> None:
     Handler.fault = fault
     with pytest.raises(kind, match=problem) as caught:
-        measure_server(Server(url, "m", 0.3), Workload(4, 3, warmup=1, repeats=1), 2)
+        measure_server(Server(url, "m", 0.3 if fault == "hangs" else 30.0), Workload(4, 3, warmup=1, repeats=1), 2)
     assert "\n" not in str(caught.value)
 
 
@@ -246,7 +249,14 @@ def test_what_is_wrong_is_one_line(
     assert problem in line
 
 
-def test_memory_that_is_full_ends_a_curve_and_keeps_it() -> None:
+def test_memory_that_is_full_ends_a_curve_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine_speed, "generate", full)
+    with pytest.raises(ResourceError, match="4 rows of 8 tokens do not fit into the GPU's memory"):
+        engine_speed.measure_engine(build_model(config_of(), masters_of(config_of())), Workload(5, 3), 4)
+
     def measure(batch: int) -> Point:
         if batch > 1:
             raise ResourceError("the GPU's memory is full")
@@ -254,8 +264,8 @@ def test_memory_that_is_full_ends_a_curve_and_keeps_it() -> None:
 
     curve = run_sweep(Curve("BF16"), [1, 2, 4], measure)
     assert [p.batch for p in curve.points] == [1] and curve.failure == "batch 2: the GPU's memory is full"
-    with pytest.raises(ResourceError):
-        run_sweep(Curve("BF16"), [2], measure)
+    none = run_sweep(Curve("BF16"), [2, 1], measure)
+    assert not none.points and isinstance(none.error, ResourceError)
 
 
 def test_the_plot_marks_the_budget_and_what_fits() -> None:
