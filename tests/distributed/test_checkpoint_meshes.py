@@ -171,8 +171,8 @@ def test_differences_are_those_of_all_ranks_together_each_named_once(checkpoints
     assert first == second
     for name in ("extra.0", "extra.1", "extra.both"):
         assert first.count(f"{name} is not in the checkpoint") == 1
-    for layer in (0, 2):
-        assert first.count(f"layers.{layer}.mlp_norm.weight has shape (9,) here, (3,) there") == 1
+    # one line for what differs alike in both stages, and how many tensors that is
+    assert first.count("layers.*.mlp_norm.weight has shape (9,) here, (3,) there (2 ") == 1
     assert first.count("optimizer.exp_avg.embedding.weight is in the checkpoint only") == 1
     assert "exp_avg_sq" not in first
 
