@@ -16,6 +16,8 @@ EPILOG = """examples:
   megafp8 convert --to modelopt RUN OUT --quant nvfp4 --kv-cache fp8 --calibrate data/en/valid --samples 256
   megafp8 convert --to trtllm RUN OUT --tp 4 --pp 2 --quant fp8     native TensorRT-LLM, for engines up to 1.2
   megafp8 convert --from hf ~/models/Llama-3-8B runs/init           weights only, for continued pretraining
+  megafp8 convert --from megatron RUN runs/init --vocab-size 50257  torch_dist, weights only
+  megafp8 convert --to megatron RUN OUT                             OUT/release, for Megatron's --load OUT
 
 The result is written beside OUT and renamed when it is complete and verified: reloaded with transformers, logits and
 tokenizer ids compared with ours. Exit code 4 if they differ by more than rounding explains; then nothing is left.
@@ -28,15 +30,18 @@ _USES: dict[str, tuple[str, ...]] = {
     "--to modelopt": _QUANTIZED,
     "--to compressed-tensors": _QUANTIZED,
     "--to trtllm": (*_QUANTIZED, "tp", "pp", "moe_ep", "compat"),
+    "--to megatron": ("dtype",),
     "--from hf": (),
+    "--from megatron": ("tokenizer", "model_config", "vocab_size"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("hf", "modelopt", "compressed-tensors", "trtllm"), help="write this format")
-    way.add_argument("--from", choices=("hf",), dest="source_format", help="read this format")
+    formats = ("hf", "modelopt", "compressed-tensors", "trtllm", "megatron")
+    way.add_argument("--to", choices=formats, help="write this format")
+    way.add_argument("--from", choices=("hf", "megatron"), dest="source_format", help="read this format")
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, a run's folder, or (--from) a foreign folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist or be empty")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights (--to; default bf16)")
@@ -49,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", metavar="CORPUS", help="take activation scales from this .bin/.idx or text file")
     parser.add_argument("--samples", type=int, metavar="N", help="of the corpus (default 128)")
     parser.add_argument("--percentile", type=float, metavar="P", help="below 100 clips outliers")
-    parser.add_argument("--tokenizer", metavar="PATH", help="(--to) its file, if it has moved since training")
+    parser.add_argument("--tokenizer", metavar="PATH", help="its file, if it has moved since training")
+    parser.add_argument("--model-config", metavar="TOML", help="--from megatron: its [model] describes it")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="--from megatron: tokens without padding")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads; 0: as many as cores, at most 8")
     parser.add_argument("--no-verify", action="store_true", help="do not reload and compare (needs no transformers)")
 
@@ -67,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         path = from_hf(args.source, args.out, verify=not args.no_verify, workers=args.workers, say=print)
         print(f"{path}: written, {'not ' * args.no_verify}verified; weights only")
         return 0
+    if "megatron" in (args.source_format, args.to):
+        return _megatron(args)
     if args.to != "hf":
         return _quantized(args)
     to_hf(
@@ -78,6 +87,29 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         say=print,
     )
+    return 0
+
+
+def _megatron(args: argparse.Namespace) -> int:
+    if args.to:
+        from megafp8.convert.megatron_out import to_megatron
+
+        verify = not args.no_verify
+        to_megatron(args.source, args.out, dtype=args.dtype or "bf16", verify=verify, workers=args.workers, say=print)
+        return 0
+    from megafp8.convert.megatron_in import from_megatron
+
+    path = from_megatron(
+        args.source,
+        args.out,
+        model_config=args.model_config,
+        vocab_size=args.vocab_size,
+        tokenizer=args.tokenizer,
+        verify=not args.no_verify,
+        workers=args.workers,
+        say=print,
+    )
+    print(f"{path}: written, {'not ' * args.no_verify}verified; weights only")
     return 0
 
 

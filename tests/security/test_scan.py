@@ -24,6 +24,12 @@ DYNAMIC_IMPORTS = {
     "megafp8/report/__init__.py", "megafp8/train/__init__.py",
 }  # fmt: skip
 
+# Megatron's checkpoints are pickled: one program reads them, confined, and one module writes them.
+FOREIGN = {
+    "megafp8/convert/megatron_pickles.py": ("imports pickle", "imports zipfile"),
+    "megafp8/convert/megatron_out.py": ("calls torch.save",),
+}
+
 
 def name_of(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
@@ -67,7 +73,9 @@ def _safe_load(name: str, given: dict[str | None, ast.expr]) -> bool:
 def test_no_file_of_the_package_does_it():
     sources = read_sources(ROOT, "megafp8", "tools")
     assert len(sources) > 200
-    assert [line for source in sources for line in findings(source)] == []
+    found = [(source.path, line) for source in sources for line in findings(source)]
+    assert [line for path, line in found if not line.endswith(FOREIGN.get(path, "\0"))] == []
+    assert not any("convert.megatron_pickles" in source.text for source in sources)  # only ever run, never imported
 
 
 @pytest.mark.parametrize(
