@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,9 @@ def _write(folder: Path, model: Source, dtype: torch.dtype, threads: int) -> Non
                               fp16=dtype == torch.float16, ckpt_format="torch_dist")  # fmt: skip
     try:
         writer = dcp.FileSystemWriter(folder, thread_count=threads, overwrite=True)
-        dcp.save({}, storage_writer=writer, planner=_Planner(model, items), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # that one process saves is what is meant
+            dcp.save({}, storage_writer=writer, planner=_Planner(model, items), no_dist=True)
         torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
         kinds = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_json(folder / "metadata.json", {**kinds, "common_backend": "torch", "common_backend_version": 1})
