@@ -1,6 +1,8 @@
-"""megatron-core's GPT on one CPU, as a program: save a checkpoint and its logits, or load one and say its logits.
+"""megatron-core's GPT on CPUs, as a program: save a checkpoint and its logits, or load one and say its logits.
 
     python -m tests.contract.megatron_gpt save | load  FOLDER  SHAPE.json  LOGITS.safetensors
+
+Several ranks (RANK, WORLD_SIZE) split it by tp; they meet in the file SHAPE.json.store.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def build(shape: dict[str, Any]) -> Any:
         add_qkv_bias=shape["add_qkv_bias"], kv_channels=shape["kv_channels"], gated_linear_unit=swiglu,
         activation_func=torch.nn.functional.silu if swiglu else _gelu, layernorm_epsilon=1e-5,
         num_moe_experts=experts, moe_router_topk=shape.get("moe_router_topk", 2),
+        tensor_model_parallel_size=dist.get_world_size(),
         moe_ffn_hidden_size=shape.get("moe_ffn_hidden_size"), hidden_dropout=0.0, attention_dropout=0.0,
         use_cpu_initialization=True, init_method_std=0.2, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
@@ -57,7 +60,7 @@ def build(shape: dict[str, Any]) -> Any:
     return GPTModel(
         config, spec, vocab_size=PADDED, max_sequence_length=LENGTH, rotary_base=shape["rotary_base"],
         position_embedding_type=shape["position_embedding_type"],
-        share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"],
+        share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"], parallel_output=False,
     )  # fmt: skip
 
 
@@ -87,20 +90,22 @@ def main(what: str, folder: str, shape_path: str, logits: str) -> None:
     warnings.simplefilter("ignore")
     shape = json.loads(Path(shape_path).read_text())
     run_on_cpu()
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store = dist.FileStore(f"{shape_path}.store", ranks) if ranks > 1 else dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets it where Transformer Engine is not
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010  mypy knows the attribute from where it is
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     torch.manual_seed(0)
     model = build(shape)
     tokens = torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(1))
     if what == "save":
-        train(model, tokens)
-        Path(folder).mkdir(parents=True)
+        if ranks == 1:
+            train(model, tokens)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         state = {"args": arguments(shape), "checkpoint_version": 3.0, "iteration": 7}
         state |= model.sharded_state_dict()
         dist_checkpointing.save(state, folder)
@@ -114,7 +119,9 @@ def main(what: str, folder: str, shape_path: str, logits: str) -> None:
                 parameter.copy_(state[name])
         assert state["args"].hidden_size == shape["hidden_size"] and state["checkpoint_version"] == 3.0
     with torch.no_grad():
-        save_file({"tokens": tokens, "logits": run(model.eval(), tokens).contiguous()}, logits)
+        found = run(model.eval(), tokens).contiguous()
+    if rank == 0:
+        save_file({"tokens": tokens, "logits": found}, logits)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megafp8.cli.main import main
 from megafp8.convert import megatron_in
@@ -172,3 +174,21 @@ def test_states_are_what_megatron_writes(folder: Path) -> None:
     state = io.BytesIO()
     torch.save([None], state)
     assert any(state.getvalue()[:100] in path.read_bytes() for path in folder.glob("*.distcp"))
+
+
+def test_arguments_kept_in_a_data_file(tmp_path: Path, folder: Path) -> None:
+    """As newer megatron-core has it: no common.pt, its content among the chunks."""
+    there = copy(folder, tmp_path / "f")
+    common = torch.load(there / "common.pt", weights_only=False)  # our own
+    (there / "common.pt").unlink()
+    metadata = pickle.loads((there / ".metadata").read_bytes())
+    data = io.BytesIO()
+    torch.save([common], data)
+    file = there / "__0_0.distcp"
+    place = _StorageInfo(file.name, file.stat().st_size, len(data.getvalue()))
+    file.write_bytes(file.read_bytes() + data.getvalue())
+    metadata.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("common_state/shard_0_1")] = place
+    (there / ".metadata").write_bytes(pickle.dumps(metadata))
+    with MegatronFolder(there) as moved, MegatronFolder(folder) as source:
+        assert moved.config == source.config
