@@ -60,7 +60,8 @@ def build(shape: dict[str, Any]) -> Any:
     return GPTModel(
         config, spec, vocab_size=PADDED, max_sequence_length=LENGTH, rotary_base=shape["rotary_base"],
         position_embedding_type=shape["position_embedding_type"],
-        share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"], parallel_output=False,
+        share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"],
+        parallel_output=dist.get_world_size() == 1,  # else logits are gathered
     )  # fmt: skip
 
 
