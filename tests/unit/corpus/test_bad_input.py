@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -319,6 +320,7 @@ def test_a_file_system_without_locks(config: Callable, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("megafp8.corpus.folder.fcntl.flock", none)
+    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)  # log.set_up of another test ends that
     with caplog.at_level("WARNING"):
         assert preprocess(config(**BYTES)).manifest["counts"]["num_records"] == 600
     assert "no locks here" in caplog.text

@@ -207,4 +207,4 @@ def test_without_the_package(reference: Tokenizer) -> None:
 
 def test_ids_are_whole_numbers(reference: Tokenizer) -> None:
     ids, lengths = encode_documents(fast(reference), ["the quick", "", "fox"])
-    assert ids.dtype == np.int64 and lengths.dtype == np.int64 and lengths.sum() == len(ids)
+    assert np.issubdtype(ids.dtype, np.integer) and lengths.dtype == np.int64 and lengths.sum() == len(ids)

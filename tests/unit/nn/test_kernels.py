@@ -105,5 +105,6 @@ def test_no_compiler_falls_back_with_one_event(monkeypatch: Any, caplog: Any) ->
         for _ in range(2):
             torch.testing.assert_close(kernels.swiglu(x), k.swiglu(x), rtol=0, atol=0)
             kernels.gelu(x)
-    assert [record.message.count("no C++ compiler") for record in caplog.records] == [1]
+    # one record, however many of pytest's handlers have seen it
+    assert [message.count("no C++ compiler") for message in {id(r): r.message for r in caplog.records}.values()] == [1]
     assert not kernels.compiled

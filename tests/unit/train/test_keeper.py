@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_a_trainer_that_holds_the_interpreter_is_seen_and_shown(tmp_path):
     begin = time.monotonic()
     code, err = _run(body)
     assert code == 70 and time.monotonic() - begin < 1.0 + 35
-    assert "busy or blocked, waits for no peer, silent for 1 s in step, step 7" in err
+    assert re.search(r"busy or blocked, waits for no peer, silent for \d+ s in step, step 7", err), err
     assert "in train" in (tmp_path / "hangs/rank-00000.txt").read_text()
     assert "rank 0" in (tmp_path / "hangs/verdict.txt").read_text()
 
