@@ -20,6 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megafp8.core import log
 from megafp8.core.config import dump_toml
 from megafp8.core.errors import DataError, ResourceError
 from megafp8.corpus import compressed, shards, tokenizer_check
@@ -320,7 +321,9 @@ def test_a_file_system_without_locks(config: Callable, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("megafp8.corpus.folder.fcntl.flock", none)
-    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)  # log.set_up of another test ends that
+    # log.set_up of another test may have ended both
+    monkeypatch.setattr(logging.getLogger("megafp8"), "propagate", True)
+    monkeypatch.setitem(log._state, "rank", 0)
     with caplog.at_level("WARNING"):
         assert preprocess(config(**BYTES)).manifest["counts"]["num_records"] == 600
     assert "no locks here" in caplog.text
