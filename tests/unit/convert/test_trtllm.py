@@ -29,6 +29,7 @@ MODELS = {
     "qwen3": config_of("qwen3", **WIDE),
     "gpt": config_of("gpt", **{**WIDE, "num_attention_heads": 4, "num_kv_heads": 4}),
     "mixtral": config_of("mixtral", **WIDE, moe=EXPERTS),
+    "qwen3_moe": config_of("qwen3_moe", **WIDE, moe=EXPERTS),
 }
 TARGETS = [Target(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2)]
 QUICK = [("llama", Target(4, 2), True), ("llama 3, biases", Target(4), True), ("tied", Target(2, 2), False),
