@@ -18,7 +18,7 @@ from megafp8.convert.fp8_verify import verify_quantized
 from megafp8.convert.fp8_weights import E4M3_MAX, Scheme, parts, quantize_fused, refusal
 from megafp8.convert.hf import write_sidecars
 from megafp8.convert.hf_files import shard_names, write_index
-from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, fused_linear
+from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source, unrounded
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.core.errors import ConfigError
@@ -136,8 +136,9 @@ class _Plan:
         self.rules = list(resolved_rules(source.config))
         self.kept: dict[str, str] = dict(amaxes.kept)
         self.linears: dict[str, str] = {}  # our tensor -> its linear, of those that are quantized
+        weights = linears_of(source.config, [rule.ours for rule in self.rules])
         for rule in self.rules:
-            linear = fused_linear(source.config, rule.ours)
+            linear = weights.get(rule.ours)
             if linear is None or linear in self.kept:
                 continue
             reason = next(

@@ -56,8 +56,9 @@ def verify_decoded(
     say(f"tensors: {len(decoded.steps)} quantized, largest relative RMS error {worst:.4f}, the others exact")
     ids = sample_ids(source.config, load_tokenizer(spec))
     ours = build_model(source.config, {n: source.read(n, torch.float32) for n in source.shapes})
-    same = build_model(source.config, _as_ours(decoded, source))
-    double = build_model(source.config, {n: t.double() for n, t in _as_ours(decoded, source).items()})
+    as_ours = _as_ours(decoded, source)
+    same = build_model(source.config, as_ours)
+    double = build_model(source.config, {n: t.double() for n, t in as_ours.items()})
     with _served(transformers, folder, decoded) as theirs, torch.inference_mode():
         exact, mine, plain = double(ids)[0].double(), same(ids)[0].double(), theirs(ids).logits[0].double()
         bound = logit_bound(exact, mine, routed=bool(source.config.moe.num_experts))
@@ -172,6 +173,11 @@ def _watch_inputs(model: Any, decoded: Decoded, ids: Tensor, problems: list[str]
     return {name: share for name, share in shares.items() if share > 0}
 
 
+def _as_served(x: Tensor, scale: Tensor | float) -> Tensor:
+    """What E4M3 codes under `scale` say of `x`."""
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
 @contextmanager
 def _rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
     """Within it, linears see their inputs as FP8 codes under the stored scales, or under scales of each token."""
@@ -182,7 +188,7 @@ def _rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
             scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX  # as it comes, a token at a time
             if decoded.algorithm == "FP8":
                 scale = torch.tensor(decoded.input_scales[name])
-            return ((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale, *args[1:])
+            return (_as_served(x, scale), *args[1:])
 
         return rounded
 
@@ -214,7 +220,7 @@ class _Fp8Cache(KeyValueCache):
             share, largest = float((x.abs() > E4M3_MAX * scale).double().mean()), float(x.abs().max())
             if share > _CLIPPED or largest < _SMALLEST * E4M3_MAX * scale:
                 self.problems.append(f"{name}: {what}_scale {scale:.3g} does not fit values up to {largest:.3g}")
-            pair.append((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale)
+            pair.append(_as_served(x, scale))
         return super().extend(name, *pair)
 
 

@@ -5,7 +5,7 @@ A scale is amax / 448 (value = code x scale), the convention of ModelOpt, Tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,7 @@ def _calibrated(source: Source, calibration: Calibration, tokenizer: str | None,
     )
 
 
-def fused_linear(config: ModelConfig, ours: str) -> str | None:
-    """The linear that a tensor of ours is the weight of, if FP8 may take it; None for anything else."""
+def linears_of(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """{tensor of ours: the linear that it is the weight of}, of those among `names` that FP8 may take."""
     shapes = quantizable_shapes(config)
-    name = ours.removesuffix(".weight")
-    return name if name in shapes and not ours.endswith(".bias") else None
+    return {ours: name for ours in names if (name := ours.removesuffix(".weight")) in shapes}

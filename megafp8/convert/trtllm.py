@@ -17,7 +17,7 @@ from megafp8 import __version__
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.fp8_verify import verify_decoded
 from megafp8.convert.fp8_weights import E4M3_MAX, quantize_fused
-from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, fused_linear
+from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.convert.trtllm_config import Target, build_config, refuse
@@ -107,6 +107,7 @@ class _Ranks:
         self.config: ModelConfig = source.config
         self.stage_of = {i: s for s, span in enumerate(target.spans(self.config.num_layers)) for i in span}
         self.spans = target.spans(self.config.num_layers)
+        self.linears = linears_of(self.config, source.shapes) if fp8 else {}
 
     def groups(self) -> list[Group]:
         """One group for each of our tensors."""
@@ -116,7 +117,7 @@ class _Ranks:
         return [f"rank{stage * self.target.tp + rank}.safetensors" for rank in range(self.target.tp)]
 
     def _group(self, ours: str) -> Group:
-        linear = fused_linear(self.config, ours) if self.fp8 else None
+        linear = self.linears.get(ours)
         whole = torch.empty(self.source.shapes[ours], device="meta")
         outputs = []
         for file, name, piece in self._pieces(ours, whole):
@@ -141,14 +142,17 @@ class _Ranks:
 
     def _maker(self, ours: str, linear: str | None) -> Callable[[Sequence[Tensor]], Made]:
         def make(tensors: Sequence[Tensor]) -> Made:
-            whole, notes, scales = tensors[0], None, []
+            whole, notes, scales, grouped = tensors[0], None, [], ".experts." in ours
             if linear is not None:
                 assert self.fp8 is not None
-                whole, scale, notes = _quantized(whole, linear, self.fp8.inputs[linear], grouped=".experts." in ours)
-                activation = torch.tensor([self.fp8.inputs[linear] / E4M3_MAX])
-                for _, _, (first, last) in self._experts_of(ours, whole):
-                    scales += [scale[first:last] if ".experts." in ours else scale.reshape(1), activation]
+                amax = self.fp8.inputs[linear]
+                whole, scale, notes = _quantized(whole, linear, amax, grouped=grouped)
             pieces = [piece for _, _, piece in self._pieces(ours, whole)]
+            if linear is not None:
+                activation = torch.tensor([amax / E4M3_MAX])
+                for rank in range(len(pieces)):  # experts have one piece a rank
+                    mine = _share(scale, 0, rank % self.target.moe_ep, self.target.moe_ep) if grouped else scale
+                    scales += [mine, activation]
             extra: list[Tensor] = []
             if self.cache is not None and ours.endswith(".attention.qkv.weight"):
                 attention = ours.removesuffix(".qkv.weight")
@@ -157,15 +161,6 @@ class _Ranks:
             return Made([*pieces, *scales, *extra], notes)
 
         return make
-
-    def _experts_of(self, ours: str, whole: Tensor) -> list[tuple[str, str, tuple[int, int]]]:
-        """Beside each piece of `_pieces`, the experts that it has."""
-        each = whole.shape[0] // self.target.moe_ep if ".experts." in ours else 0
-        found = []
-        for rank, (file, name, _) in enumerate(self._pieces(ours, whole)):
-            place = rank % self.target.moe_ep
-            found.append((file, name, (place * each, (place + 1) * each)))
-        return found
 
     def _pieces(self, ours: str, whole: Tensor) -> list[tuple[str, str, Tensor]]:
         """(file, name, this rank's part) of one of our tensors for every rank that has one."""
