@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,22 +19,9 @@ from tests.journeys.runs import (
     start,
     wait_for,
     write_config,
-    write_corpus,
 )
 
 ENDLESS = overrides(train__steps=100000, train__eval_interval=0, log__interval=1000)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder)
-    return folder
-
-
-@pytest.fixture
-def config(data, tmp_path) -> Path:
-    return write_config(tmp_path, data)
 
 
 def _trainer(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:

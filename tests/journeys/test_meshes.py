@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import latest, load_tensors
-from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config, write_corpus
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder)
-    return folder
+from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,10 @@ import pytest
 
 from megafp8.checkpoint import latest, verify
 from megafp8.checkpoint.folders import candidates, step_of
-from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config, write_corpus
+from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config
 
 LENGTH = {"train__steps": 40, "train__eval_interval": 0, "checkpoint__interval": 16}
 ASYNC = LENGTH | {"checkpoint__asynchronous": "true"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

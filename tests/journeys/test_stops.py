@@ -10,22 +10,10 @@ import pytest
 
 from megafp8.checkpoint import latest
 from megafp8.checkpoint.folders import step_of
-from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config, write_corpus
+from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for
 
 pytestmark = pytest.mark.slow
 ENDLESS = overrides(train__steps=100000, train__eval_interval=0, checkpoint__interval=1000, log__interval=1000)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder)
-    return folder
-
-
-@pytest.fixture
-def config(data, tmp_path) -> Path:
-    return write_config(tmp_path, data)
 
 
 def test_a_signal_a_file_and_an_evaluation_that_gives_way(config, tmp_path):

@@ -5,25 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from megafp8.checkpoint import latest, load_tensors
-from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config, write_corpus
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder)
-    return folder
-
-
-@pytest.fixture
-def config(data, tmp_path) -> Path:
-    return write_config(tmp_path, data)
+from tests.journeys.runs import losses, megafp8, overrides, records, start, wait_for, write_config
 
 
 def test_learns_and_leaves_a_folder(config, tmp_path):
