@@ -24,7 +24,7 @@ from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.core.errors import ConfigError
 from megafp8.core.jsonio import read_json, write_json
 from megafp8.models.families.rules import Rule
-from megafp8.models.names import hf_config, resolved_rules, split
+from megafp8.models.names import VIEWS, hf_config, resolved_rules, split
 
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
     "modelopt": ("fp8", "fp8-block", "nvfp4"),
@@ -172,10 +172,15 @@ class _Plan:
                 tuple(Output(file, output.name, output.dtype, output.shape) for output in outputs),
                 self._quantizer(rule) if rule.ours in self.linears else self._copier(rule),
                 torch.float32 if rule.ours in self.linears else self.dtype,
-                memory=None if rule.ours not in self.linears else self.source.memory(rule.ours, torch.float32) * 3,
+                memory=self._memory(rule, outputs),
             )
             for rule, outputs, file in zip(self.rules, planned, files, strict=True)
         ]
+
+    def _memory(self, rule: Rule, outputs: list[Output]) -> int:
+        """Beside what is read: the codes, and copies of q, k and v, which lie by groups."""
+        copies = rule.ours in self.linears and rule.kind not in VIEWS
+        return sum(o.bytes for o in outputs) + copies * self.source.memory(rule.ours, torch.float32)
 
     def _matrices(self, rule: Rule, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The foreign weights of a rule as [out, in], also where the foreign class keeps [in, out]."""

@@ -110,7 +110,7 @@ def write_groups(
     Args:
         options: JSON; all that decides the bytes beside the source and the outputs' names, dtypes and shapes.
         workers: threads; 0: as many as there are cores, at most 8. Memory does not grow with them: groups of more
-            than twice the largest group's outputs together wait for each other.
+            than twice the largest group together wait for each other.
 
     Raises:
         ResourceError: no space (told before anything is written), no permission.
@@ -124,6 +124,12 @@ def memory_of(group: Group, source: Source) -> int:
     """Bytes of tensors that a group holds at its peak."""
     read = sum(source.memory(name, group.dtype) for name in group.reads)
     return read + (sum(output.bytes for output in group.outputs) if group.memory is None else group.memory)
+
+
+def _size_of(group: Group, source: Source) -> int:
+    """Bytes of a group as it is written, or as it is read where that is more (fp32 that becomes codes)."""
+    read = sum(math.prod(source.shapes[n]) * (group.dtype or source.dtypes[n]).itemsize for n in group.reads)
+    return max(read, sum(output.bytes for output in group.outputs))
 
 
 class _Writer:
@@ -145,8 +151,9 @@ class _Writer:
         self.open_groups = {
             file: sum(file in {o.file for o in group.outputs} for group in groups) for file in self.headers
         }
-        largest = max((sum(output.bytes for output in group.outputs) for group in groups), default=0)
-        self.budget = _Budget(max(2 * largest, *(memory_of(group, source) for group in groups), 0))
+        largest = max((_size_of(group, source) for group in groups), default=0)
+        room = int(1.9 * largest)  # twice, less what is no tensor
+        self.budget = _Budget(max(room, *(memory_of(group, source) for group in groups), 0))
         self.lock = threading.Lock()
         self.stop = threading.Event()
         self.done_bytes = self.kept_bytes = 0
@@ -257,7 +264,10 @@ class _Writer:
         for output, tensor in zip(group.outputs, tensors, strict=True):
             assert (tensor.dtype, tuple(tensor.shape)) == (output.dtype, output.shape), f"{output.name}: not as planned"
             data = bytes_of(tensor.contiguous())
-            write_at(self.fds[output.file], self.written.files[output.file][output.name].start, data)
+            fd, start = self.fds[output.file], self.written.files[output.file][output.name].start
+            write_at(fd, start, data)
+            # to the disk while the next one is made, not all at once in the end; pages not yet there stay in the cache
+            os.posix_fadvise(fd, start, len(data), os.POSIX_FADV_DONTNEED)
             checksums.append(checksum(data).hexdigest())
         return {"group": group.name, "checksums": checksums, "note": note}
 

@@ -134,7 +134,8 @@ class _Ranks:
                 stem = stem.removesuffix("qkv.")
                 outputs.append(Output(file, f"{stem}kv_cache_scaling_factor", torch.float32, (1,)))
         dtype = torch.float32 if linear else self._stored_dtype(ours)
-        memory = self.source.memory(ours, dtype) * (3 if linear else 1)
+        # the codes are cut for the ranks when they are made; the rest is cut as it is
+        memory = sum(output.bytes for output in outputs) * 2 if linear else self.source.memory(ours, dtype)
         return Group(ours, (ours,), tuple(outputs), self._maker(ours, linear), dtype, memory)
 
     def _stored_dtype(self, ours: str) -> torch.dtype:
@@ -243,8 +244,8 @@ def _quantized(whole: Tensor, linear: str, amax: float, *, grouped: bool) -> tup
     matrices = list(whole) if grouped else [whole]
     codes, scales, notes = [], [], {}
     for number, matrix in enumerate(matrices):
-        (code, scale, _), note = quantize_fused("fp8", [matrix], amax)
-        codes.append(code)
+        (code, scale, _), note = quantize_fused("fp8", [matrix.reshape(-1, matrix.shape[-1])], amax)
+        codes.append(code.view(matrix.shape))
         scales.append(scale.reshape(1))
         notes[f"{linear}[{number}]" if grouped else linear] = note
     if grouped:

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megafp8.convert import fp8_weights
 from megafp8.convert.folder import RECORD_NAME
 from megafp8.convert.fp8_folder import Options, to_quantized
 from megafp8.convert.fp8_read import read_quantized
 from megafp8.convert.fp8_verify import verify_quantized
 from megafp8.convert.scales import Calibration
 from megafp8.convert.source import open_source
+from megafp8.convert.tensor_files import bytes_of
 from megafp8.core.errors import CheckpointError, ConfigError
 from tests.unit.infer.models import config_of, save_model
 
@@ -80,6 +82,18 @@ def test_fused_weights_share_a_scale(tmp_path, corpus):
             assert len({float(stored[f"{layer}{name}.{ending}"]) for name in names}) == 1
     largest = max(float(stored[f"{layer}self_attn.{x}_proj.weight"].float().abs().max()) for x in "qkv")
     assert largest == 448  # the largest of the fused group reaches the format's end
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block", "nvfp4"])
+def test_chunks_change_nothing(monkeypatch, scheme):
+    weights = [torch.randn(300, 160), torch.randn(40, 160) * 3]
+    whole, note = fp8_weights.quantize_fused(scheme, weights, 2.0)
+    monkeypatch.setattr(fp8_weights, "_CHUNK", 1)  # 128 rows at a time
+    chunked, other = fp8_weights.quantize_fused(scheme, weights, 2.0)
+    assert all(bytes(bytes_of(a)) == bytes(bytes_of(b)) for a, b in zip(whole, chunked, strict=True))
+    assert other == pytest.approx(note, rel=1e-4)  # sums of squares, in fp32 within a chunk
+    shapes = [part.shape for weight in weights for part in fp8_weights.parts(scheme, *weight.shape)]
+    assert [tuple(tensor.shape) for tensor in whole] == shapes
 
 
 def swapped(a, b):
