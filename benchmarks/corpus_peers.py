@@ -11,7 +11,9 @@ Without files: this Python's documentation. The peers are in `corpus_programs` a
 from __future__ import annotations
 
 import argparse
+import bisect
 import importlib.util
+import itertools
 import json
 import math
 import statistics
@@ -64,9 +66,10 @@ class Inputs:
         for folder, some, count in ((self.folder, lines, _PARTS), (self.folder / "one", lines[:1], 1)):
             (folder / "parts").mkdir(parents=True)
             (folder / "sample.jsonl").write_bytes(b"".join(some))
-            for number in range(count):
-                part = b"".join(some[len(some) * number // count : len(some) * (number + 1) // count])
-                packed = zstandard.ZstdCompressor(level=3).compress(part)
+            ends, size = list(itertools.accumulate(map(len, some))), sum(map(len, some))
+            cuts = [0, *(bisect.bisect_left(ends, size * part // count) + 1 for part in range(1, count + 1))]
+            for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                packed = zstandard.ZstdCompressor(level=3).compress(b"".join(some[begin:end]))
                 (folder / "parts" / f"{number:02d}.jsonl.zst").write_bytes(packed)
 
     @property
@@ -160,7 +163,7 @@ def ours(inputs: Inputs, output: Path, tokenizer: Path, workers: int, steps: str
         workers = {workers}
         keep_stages = {"true" if steps else "false"}
         [executor]
-        shard_bytes = {1 << 21 if workers > 1 else 1 << 26}
+        shard_bytes = {1 << 22 if workers > 1 else 1 << 26}
         part_bytes = {1 << 22 if workers > 1 else 1 << 26}
         {steps}
         """)

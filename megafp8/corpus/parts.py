@@ -54,7 +54,6 @@ class PartWriter:
     def __init__(self, work: Work, part_bytes: int) -> None:
         self._work, self._part_bytes = work, part_bytes
         self.parts: list[dict[str, Any]] = []
-        self.text_bytes = 0
         self._out: DocumentsWriter | None = None
 
     def add(self, document: Document, held_out: bool) -> None:
@@ -69,7 +68,6 @@ class PartWriter:
         self._out.add(document, held_out)
         self.parts[-1]["rows"] += 1
         self.parts[-1]["text_bytes"] += document.num_bytes
-        self.text_bytes += document.num_bytes
 
     def _is_full(self, part: dict[str, Any]) -> bool:
         """Of tiny documents it is the number that costs memory behind it: ids, lengths, records."""

@@ -15,13 +15,13 @@ from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.global_steps import segments
 from megafp8.corpus.identity import corpus_fingerprint, open_source
 from megafp8.corpus.parts import View
-from megafp8.corpus.planning import Planner
+from megafp8.corpus.planning import Cuts, Planner
 from megafp8.corpus.readers import Source
 from megafp8.corpus.shards import plan_shards
 from megafp8.corpus.stage_run import LOG
 from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, load_record
-from megafp8.corpus.tokenizer_check import MAX_PARTS, check_tasks
+from megafp8.corpus.tokenizer_check import COMPRESSION, MAX_PARTS, check_tasks
 from megafp8.corpus.tokenizer_sample import first_shares, sample_tasks
 from megafp8.data.indexed import optimal_dtype
 from megafp8.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +32,6 @@ _RATES = {
     "sample": 60e6, "tokenizer": 5e6, "check": 30e6, "tokenize": 4e6, "write": 200e6,
 }  # fmt: skip
 _RECORD_SHARE = 0.1  # bytes of a global step's records for each byte of text (MinHash, 14 bands, 2 kB documents)
-_COMPRESSION = 3.5  # text for each byte of gzip or zstd
 _PART_SHARE = 0.35  # bytes of a part for each byte of text
 _BYTES_PER_TOKEN = 4.0
 
@@ -84,10 +83,13 @@ def make_plan(config: CorpusConfig) -> Plan:
     """
     source = open_source(config.source)
     root = Path(config.output.folder) / places.STAGES
-    text = sum(file.num_bytes * (1.0 if is_plain(file.path) else _COMPRESSION) for file in source.files)
-    draft = _Draft(config, Planner(config, source), root, text, _RATES | _measured(root))
-    views = draft.read(source)
-    draft.tokens(views, *(draft.tokenizer(views) or ()))
+    text = sum(file.num_bytes * (1.0 if is_plain(file.path) else COMPRESSION) for file in source.files)
+    draft = _Draft(config, source, Planner(config, source), root, text, _RATES | _measured(root))
+    if draft.planner.is_one_pass:
+        draft.one_pass(load_tokenizer(config.tokenizer.path))
+    else:
+        views = draft.read()
+        draft.tokens(views, *(draft.tokenizer(views) or ()))
     workers = config.output.workers or (os.cpu_count() or 1 if config.executor.kind == "local" else 16)
     return Plan(draft.rows, sum(file.num_bytes for file in source.files), workers)
 
@@ -97,6 +99,7 @@ class _Draft:
     """Goes from stage to stage as far as records tell what the next one's tasks are; guesses from there on."""
 
     config: CorpusConfig
+    source: Source
     planner: Planner
     root: Path
     text: float
@@ -115,19 +118,40 @@ class _Draft:
     def guess(self, stage: str, tasks: int, num_bytes: float, disk: float) -> None:
         self.rows.append(Row(stage, tasks, 0, False, num_bytes, num_bytes / self.rates[stage], disk))
 
-    def read(self, source: Source) -> list[View] | None:
-        """The parts, or None if they are not all there."""
-        split_tasks, disk = self.planner.split_tasks(), _PART_SHARE * self.text
+    def cut(self) -> tuple[int, Cuts | None]:
+        """How many tasks look at shards, about, and where large files are cut, or None if it is not known yet."""
+        split_tasks = self.planner.split_tasks()
         flat = [task for tasks in split_tasks.values() for task in tasks]
         records = self.exact("split", flat, 0.0)
         if len(records) < len(flat):
-            small = [file for file in source.files if file.path not in split_tasks]
+            small = [file for file in self.source.files if file.path not in split_tasks]
             shards = plan_shards(small, self.config.source, self.config.executor.shard_bytes, {})
-            self.guess("read", len(shards) + len(flat), sum(file.num_bytes for file in source.files), disk)
-            self.global_steps()
-            return None
+            return len(shards) + len(flat), None
         numbered = iter(records)
         cuts = {path: [next(numbered)["counts"] for _ in tasks] for path, tasks in split_tasks.items()}
+        return len(self.planner.shards(cuts)), cuts
+
+    def one_pass(self, tokenizer: Tokenizer) -> None:
+        """The stages of a corpus whose tasks read and tokenize."""
+        count, cuts = self.cut()
+        num_bytes, disk = sum(file.num_bytes for file in self.source.files), self.disk_of_ids(tokenizer.vocab_size)
+        if cuts is None:
+            checked = min(1.0, MAX_PARTS / count) * num_bytes
+            self.guess("check", min(count, MAX_PARTS), checked, 0.0)
+            self.guess("tokenize", count, num_bytes, disk)
+        else:
+            tasks = self.planner.one_pass_tasks(cuts, self.config.tokenizer.path, tokenizer)
+            self.exact("check", check_tasks(tasks, self.config.split.seed), 0.0)
+            self.exact("tokenize", tasks, disk)
+        self.write(tokenizer, disk)
+
+    def read(self) -> list[View] | None:
+        """The parts, or None if they are not all there."""
+        (count, cuts), disk = self.cut(), _PART_SHARE * self.text
+        if cuts is None:
+            self.guess("read", count, sum(file.num_bytes for file in self.source.files), disk)
+            self.global_steps()
+            return None
         tasks = self.planner.read_tasks(cuts)
         records = self.exact("read", tasks, disk)
         if not records:
@@ -175,18 +199,24 @@ class _Draft:
 
     def tokens(self, views: list[View] | None, spec: str = "", tokenizer: Tokenizer | None = None) -> None:
         """The stages behind the tokenizer."""
-        vocab_size = tokenizer.vocab_size if tokenizer else self.config.tokenizer.vocab_size
-        dtype = optimal_dtype(vocab_size)
-        disk = self.text / _BYTES_PER_TOKEN * dtype.itemsize
+        disk = self.disk_of_ids(tokenizer.vocab_size if tokenizer else self.config.tokenizer.vocab_size)
         if not (views and tokenizer):
             checked = min(self.text, MAX_PARTS * self.config.executor.part_bytes)
             self.guess("check", min(self.parts, MAX_PARTS), checked, 0.0)
             self.guess("tokenize", self.parts, self.text, disk)
             self.guess("write", 2, disk, disk)
             return
-        self.exact("check", check_tasks(views, spec, tokenizer.fingerprint, self.config.split.seed), 0.0)
-        tasks = self.planner.tokenize_tasks(views, spec, tokenizer.fingerprint, dtype.name)
+        tasks = self.planner.tokenize_tasks(views, spec, tokenizer)
+        self.exact("check", check_tasks(tasks, self.config.split.seed), 0.0)
         self.exact("tokenize", tasks, disk)
+        self.write(tokenizer, disk)
+
+    def disk_of_ids(self, vocab_size: int) -> float:
+        """Bytes of all ids."""
+        return self.text / _BYTES_PER_TOKEN * optimal_dtype(vocab_size).itemsize
+
+    def write(self, tokenizer: Tokenizer, disk: float) -> None:
+        """The last stage, whose tasks no record but the manifest tells."""
         named = tokenizer.fingerprint if self.config.tokenizer.path else ""
         manifest = places.record_at(self.root.parent / places.MANIFEST)
         if manifest.get("config_fingerprint") == corpus_fingerprint(self.config, named) and not self.left:

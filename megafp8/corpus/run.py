@@ -1,7 +1,9 @@
 """`megafp8 preprocess`: plans the stages, runs their tasks, judges, and gives the results their names.
 
     split (line ends of large files) -> read (+ steps) -> for each global step: signatures -> partition -> edges
-    -> links -> map (+ steps); then sample -> tokenizer -> tokenize -> write -> manifest
+    -> links -> map (+ steps); then sample -> tokenizer -> check -> tokenize -> write -> manifest
+
+or, where there are no steps and the tokenizer is given (`Planner.is_one_pass`), split -> check -> tokenize -> write.
 
 Called again it does nothing if all is done; else every task that is done stays done. Any end of an interrupted run
 has the bytes of an uninterrupted one.
@@ -29,7 +31,7 @@ from megafp8.corpus.global_steps import deduplicate, segments
 from megafp8.corpus.identity import PIPELINE_VERSION, corpus_fingerprint, open_source, tokenizer_fingerprint
 from megafp8.corpus.mapping import DROPPED
 from megafp8.corpus.parts import EMPTY_LINES, View
-from megafp8.corpus.planning import Planner
+from megafp8.corpus.planning import Cuts, Planner
 from megafp8.corpus.quarantine import BAD
 from megafp8.corpus.rates import stage_rates
 from megafp8.corpus.readers import Source
@@ -38,7 +40,7 @@ from megafp8.corpus.stages.tokenizer import MODEL
 from megafp8.corpus.tasks import Task, sweep
 from megafp8.corpus.tokenizer_sample import sample, sample_facts
 from megafp8.corpus.totals import Totals
-from megafp8.data.indexed import optimal_dtype, remove_dataset
+from megafp8.data.indexed import remove_dataset
 from megafp8.data.indexed_writer import checksum_file
 from megafp8.data.tokenizer import Tokenizer, identity, load_tokenizer
 
@@ -164,7 +166,7 @@ class _Run:
             self.totals = Totals.from_json(manifest["counts"])
             self.totals.judge_read(self.config, self.folder / places.QUARANTINE)
             self.totals.judge_splits(self.config)
-            tokenizer_check.judge(self.config.tokenizer.path, manifest["tokenizer_report"], self.config)
+            tokenizer_check.judge(manifest["tokenizer_report"], self.config)
             return manifest
         event(_log, "making the corpus again", because=reason)
         return {}
@@ -181,13 +183,18 @@ class _Run:
         if self.given:  # before the work, not behind it
             self.planner.marks.check(self.given, self.config.tokenizer.path)
             tokenizer_check.probe(self.config.tokenizer.path, self.given, self.config.tokenizer.max_lossy_share)
-        views = self.read()
-        spec, tokenizer = self.tokenizer(views)
-        written, records = self.write(self.tokenize(views, spec, tokenizer), tokenizer)
+        if self.given and self.planner.is_one_pass:
+            tokenizer, path = self.given, self.config.tokenizer.path
+            pieces = self.tokenize(self.planner.one_pass_tasks(self.cut(), path, tokenizer))
+        else:
+            views = self.read()
+            spec, tokenizer = self.tokenizer(views)
+            pieces = self.tokenize(self.planner.tokenize_tasks(views, spec, tokenizer))
+        written, records = self.write(pieces, tokenizer)
         return self._commit(written, records, tokenizer)
 
-    def read(self) -> list[View]:
-        """The documents that are kept, judged."""
+    def cut(self) -> Cuts:
+        """Where the lines of large files end."""
         cuts, split_tasks = {}, self.planner.split_tasks()
         split_records = self.stages.run("cutting large files", [t for tasks in split_tasks.values() for t in tasks])
         self.stages.stop_if_failed()
@@ -199,17 +206,16 @@ class _Run:
                 [task.inputs[0].start, task.inputs[0].stop, record["inputs"][0]["checksum"]]
                 for task, record in zip(tasks, found)
             ]
-        tasks = self.planner.read_tasks(cuts)
+        return cuts
+
+    def read(self) -> list[View]:
+        """The documents that are kept, judged."""
+        tasks = self.planner.read_tasks(self.cut())
         records = self.stages.run("reading", tasks)
-        for task, record in zip(tasks, records):
-            if record:
-                self.totals.add_read(record["counts"])
-                self.figures.add(record["counts"]["account"])
-                self._collect(task, record)
-        self._judge_read()
+        self._add_read(tasks, records)
         views = self.planner.views(tasks, records)
         if self.given:  # a tokenizer that is of no use is found before the global steps
-            self.check(views, self.config.tokenizer.path, self.given)
+            self.check(self.planner.tokenize_tasks(views, self.config.tokenizer.path, self.given))
         for segment in segments(self.config.steps)[1:]:
             views, mapped, clusters = deduplicate(self.stages, segment, views, self.config)
             self.figures.clusters |= clusters
@@ -219,6 +225,14 @@ class _Run:
                 self._collect(task, record)
         self._judge_read()
         return views
+
+    def _add_read(self, tasks: Sequence[Task], records: Sequence[dict[str, Any]]) -> None:
+        for task, record in zip(tasks, records):
+            if record:
+                self.totals.add_read(record["counts"])
+                self.figures.add(record["counts"]["account"])
+                self._collect(task, record)
+        self._judge_read()
 
     def _collect(self, task: Task, record: dict[str, Any]) -> None:
         for one in record["inputs"]:  # user's files, which `read` alone has
@@ -264,24 +278,27 @@ class _Run:
                 }
             ),
         )
-        self.check(views, str(made), tokenizer)
+        self.planner.marks.check(tokenizer, str(made))
+        self.check(self.planner.tokenize_tasks(views, str(made), tokenizer))
         return str(made), tokenizer
 
-    def check(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> None:
-        """Does the text come back from the tokenizer? With figures for the manifest."""
-        self.planner.marks.check(tokenizer, spec)
-        tasks = tokenizer_check.check_tasks(views, spec, tokenizer.fingerprint, self.config.split.seed)
+    def check(self, tokenizing: Sequence[Task]) -> None:
+        """Does the text come back from the tokenizer of these tasks? With figures for the manifest."""
+        tasks = tokenizer_check.check_tasks(tokenizing, self.config.split.seed)
         records = self.stages.run("checking the tokenizer", tasks)
-        if not all(records):
+        if not all(records) and not self.planner.is_one_pass:  # what cannot be read stops no other shard
             self.stages.stop_if_failed()
         self.tokenizer_report = tokenizer_check.figures(records)
-        tokenizer_check.judge(spec, self.tokenizer_report, self.config)
+        tokenizer_check.judge(self.tokenizer_report, self.config)
 
-    def tokenize(self, views: Sequence[View], spec: str, tokenizer: Tokenizer) -> list[tuple[Task, dict[str, Any]]]:
+    def tokenize(self, tasks: Sequence[Task]) -> list[tuple[Task, dict[str, Any]]]:
         """The pieces of both splits, judged."""
-        dtype = optimal_dtype(tokenizer.vocab_size).name
-        tasks = self.planner.tokenize_tasks(views, spec, tokenizer.fingerprint, dtype)
+        one_pass = self.planner.is_one_pass
+        if one_pass:
+            self.check(tasks)
         records = self.stages.run("tokenizing", tasks)
+        if one_pass:
+            self._add_read(tasks, records)
         self.stages.stop_if_failed()
         for record in records:
             for name, part in record["counts"]["splits"].items():

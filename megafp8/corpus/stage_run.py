@@ -160,13 +160,15 @@ class _Listener:
 
 def shown_counts(counts: Mapping[str, Any]) -> dict[str, int]:
     """Of a record's counts what the progress line shows."""
-    if "splits" in counts:
-        splits = counts["splits"].values()
-        return {name: sum(split[name] for split in splits) for name in ("documents", "text_bytes", "tokens")}
+    shown = {}
+    if "train_documents" in counts:
+        shown = {"documents": counts["train_documents"], "text_bytes": counts["train_bytes"]}
     if "num_records" in counts:
         dropped = sum(sum(reasons.values()) for reasons in counts["dropped"].values())
-        text_bytes = sum(part["text_bytes"] for part in counts["parts"])
-        return {"documents": counts["num_records"], "text_bytes": text_bytes, "dropped": dropped}
-    if "train_documents" in counts:
-        return {"documents": counts["train_documents"], "text_bytes": counts["train_bytes"]}
-    return {}
+        shown = {"documents": counts["num_records"], "dropped": dropped}
+    if "parts" in counts:
+        shown["text_bytes"] = sum(part["text_bytes"] for part in counts["parts"])
+    if "splits" in counts:
+        splits = counts["splits"].values()
+        shown |= {name: sum(split[name] for split in splits) for name in ("documents", "text_bytes", "tokens")}
+    return shown

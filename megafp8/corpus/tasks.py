@@ -116,6 +116,7 @@ class Work:
         self.root, self.task, self._place, self._report = root, task, place, report
         self.values, self.hints, self.inputs = task.values, task.hints, task.inputs
         self.read_checksums: dict[int, str] = {}
+        self._told: dict[str, int] = {}
 
     def output(self, name: str) -> Path:
         """Where to write an output; it gets its place when `run` has ended."""
@@ -139,9 +140,11 @@ class Work:
         self.read_checksums[number] = checksum
 
     def report(self, **counts: int) -> None:
-        """Tell how far it is (`done_bytes`, and counts as in the record); cheap enough for each batch."""
+        """Tell how far it is (`done_bytes`, and counts as in the record), as far as it has changed; cheap enough for
+        each batch."""
         if self._report is not None:
-            self._report(counts)
+            self._told |= counts
+            self._report(dict(self._told))
 
 
 def checked_file(path: Path, checksum: str) -> Path:

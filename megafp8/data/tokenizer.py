@@ -37,6 +37,8 @@ class Tokenizer(Protocol):
     bos_id: int
     fingerprint: str
 
+    def __hash__(self) -> int: ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without begin or end ids."""
         ...

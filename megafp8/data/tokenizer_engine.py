@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -246,11 +246,9 @@ def _probes(reference: Tokenizer) -> Iterator[str]:
     yield from _FIXED_PROBES
     rng = random.Random(0)
     for _ in range(_PROBES):
-        pieces: Iterable[str] = (
-            reference.decode([rng.randrange(reference.vocab_size)]) if rng.random() < 0.85 else _character(rng)
-            for _ in range(rng.randrange(1, 20))
-        )
-        yield rng.choice(("", " ", "\n")).join(pieces)
+        first, second = (rng.choices(range(reference.vocab_size), k=rng.randrange(10)) for _ in "ab")
+        parts = (reference.decode(first), _character(rng), rng.choice(("", " ", "\n")), _character(rng))
+        yield "".join((*parts, reference.decode(second)))
 
 
 def _character(rng: random.Random) -> str:

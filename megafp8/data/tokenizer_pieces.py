@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ class Pieces(NamedTuple):
     split: np.ndarray
 
 
+@lru_cache(maxsize=2)  # a worker asks for each of its tasks, and a vocabulary takes a tenth of a second
 def pieces_of(tokenizer: Tokenizer) -> Pieces:
     """The pieces of any kind of tokenizer."""
     kinds = np.full(tokenizer.vocab_size, NO_TEXT, np.uint8)

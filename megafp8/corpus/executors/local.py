@@ -39,7 +39,7 @@ class Local:
                 while not _run_here(root, task, listener, attempts):
                     pass
             return
-        waiting = deque(tasks)
+        waiting = deque(sorted(tasks, key=lambda task: -task.num_bytes))  # one that begins last must not be the longest
         running = 0
         while waiting or running:
             self._start(min(self._num_workers, len(waiting) + running))

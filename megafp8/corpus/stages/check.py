@@ -1,4 +1,4 @@
-"""A sample of a part, encoded and decoded: does its text come back, and how many tokens does each language take?"""
+"""A sample of what a task of `tokenize` reads: does its text come back, how many tokens does each language take?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from megafp8.core.errors import is_fault
 from megafp8.corpus.documents import Document, text_hash
 from megafp8.corpus.fertility import Fertility
+from megafp8.corpus.intake import sampled
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.stages.tokenize import name_failing, task_tokenizer
 from megafp8.corpus.tasks import Work
@@ -41,7 +42,13 @@ def _measured(tokenizer: Tokenizer, work: Work) -> dict[str, Any]:
 
 
 def _sample(work: Work) -> Iterator[Document]:
-    """The part's first document and those whose hash is below the limit."""
+    """The first document and those whose hash (of the text, or of the line) is below the limit."""
     seed, limit = work.values["seed"], work.values["limit"]
-    for _, document, _ in read_view(work, lambda row, text: not row or text_hash(text, seed) < limit):
-        yield document
+
+    def is_chosen(row: int, data: bytes) -> bool:
+        return not row or text_hash(data, seed) < limit
+
+    if "source" in work.values:
+        yield from sampled(work, is_chosen)
+    else:
+        yield from (document for _, document, _ in read_view(work, is_chosen))

@@ -1,4 +1,8 @@
-"""Kept documents -> token ids, by split: `SPLIT.ids` (all ids, each document ended) and `SPLIT.lengths` (int32)."""
+"""Kept documents -> token ids, by split: `SPLIT.ids` (all ids, each document ended) and `SPLIT.lengths` (int32).
+
+Documents come from a part, or, where nothing is between reading and tokenizing, right from an input shard: then what
+`megafp8.corpus.intake` writes and counts is this task's too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from megafp8.core.log import event, get_logger
 from megafp8.corpus.config import SplitConfig
 from megafp8.corpus.documents import SPLITS, Document, split_of
 from megafp8.corpus.figures import Figures, kept_lengths, name_in
+from megafp8.corpus.intake import Intake
 from megafp8.corpus.parts import read_view
 from megafp8.corpus.tasks import Work
 from megafp8.data.indexed_writer import as_ids
@@ -43,7 +48,8 @@ def task_tokenizer(spec: str, fingerprint: str) -> Tokenizer:
 
 
 def run(work: Work) -> dict[str, Any]:
-    """`splits`: documents, tokens, text_bytes, languages, sources of each; `encoder`: what made the ids."""
+    """`splits`: documents, tokens, text_bytes, languages, sources of each; `encoder`: what made the ids; of a task
+    that reads a shard also `Intake.counts`."""
     tokenizer = task_tokenizer(work.hints["tokenizer"], work.values["tokenizer"])
     if isinstance(tokenizer, FastTokenizer):
         try:
@@ -57,9 +63,11 @@ def run(work: Work) -> dict[str, Any]:
 def _encode(work: Work, tokenizer: Tokenizer) -> dict[str, Any]:
     values = work.values
     split_config, dtype = build(SplitConfig, values["split"]), np.dtype(values["dtype"])
+    intake = Intake(work) if "source" in values else None
+    documents = intake.documents() if intake else ((document, held_out) for _, document, held_out in read_view(work))
     with ExitStack() as stack:
         parts = {name: _SplitWriter(work, name, dtype, stack) for name in SPLITS}
-        for batch in _batches(work):
+        for batch in _batches(documents):
             for name in SPLITS:
                 found = [
                     document
@@ -69,14 +77,15 @@ def _encode(work: Work, tokenizer: Tokenizer) -> dict[str, Any]:
                 if found:
                     parts[name].add(found, tokenizer)
             sums = {key: sum(getattr(p, key) for p in parts.values()) for key in ("documents", "text_bytes", "tokens")}
-            work.report(done_bytes=sums["text_bytes"], **sums)
-    return {"splits": {name: part.counts() for name, part in parts.items()}}
+            work.report(**(sums if intake else {"done_bytes": sums["text_bytes"], **sums}))
+    counts = {"splits": {name: part.counts() for name, part in parts.items()}}
+    return {**intake.counts(), **counts} if intake else counts
 
 
-def _batches(work: Work) -> Iterator[list[tuple[Document, bool]]]:
+def _batches(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
     batch: list[tuple[Document, bool]] = []
     size = 0
-    for _, document, held_out in read_view(work):
+    for document, held_out in documents:
         batch.append((document, held_out))
         size += len(document.text)
         if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:

@@ -109,7 +109,7 @@ def test_the_first_bad_record_stops_if_so_told(config: Callable, tmp_path: Path,
         with pytest.raises(DataError, match=r"part-0.jsonl:301: not JSON.*on_error quarantine"):
             preprocess(config(source=stop, **BYTES))
     log = lines_of(tmp_path / "out" / "stages" / "log.jsonl")
-    assert [entry["event"] for entry in log] == ["set aside", "set aside"]
+    assert [entry["event"] for entry in log if entry["stage"] != "check"] == ["set aside", "set aside"]
     assert preprocess(config(**BYTES)).manifest["counts"]["num_bad"] == 1
     with pytest.raises(DataError, match="part-0.jsonl:301: not JSON"):  # judged again, though all is there
         preprocess(config(source=stop, **BYTES))
@@ -169,7 +169,7 @@ def test_a_file_that_grows_while_it_is_read(
     settings = {**BYTES, "executor": {"shard_bytes": shard_bytes}}
     with pytest.raises(DataError, match=r"part-1.jsonl: was written to while it was being read \(\d+ bytes before"):
         preprocess(config(**settings))
-    assert grown == ["read" if shard_bytes > 1 << 20 else "split"]
+    assert grown == ["tokenize" if shard_bytes > 1 << 20 else "split"]
     with open(text / "part-1.jsonl", "ab") as file:
         file.write(b'lf"}\n')
     counts = preprocess(config(**settings)).manifest["counts"]
@@ -242,6 +242,26 @@ def test_what_can_be_made_without_a_task_is_made(
         assert found == [("done", "read"), ("set aside", "read"), *(("done", stage) for stage in last)]
         assert not (tmp_path / name / "manifest.json").exists()
         assert preprocess(config(name, steps, **BYTES, executor=executor)).manifest["counts"]["num_records"] == 600
+
+
+def test_a_shard_that_cannot_be_read_stops_no_other(
+    config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where tokens are made right from the input, and the check before that meets it first."""
+    records = shards.stream_records
+
+    def fail(path: str, *rest: Any) -> Any:
+        if path.endswith("part-1.jsonl"):
+            raise RuntimeError("a segment fault of a library")
+        return records(path, *rest)
+
+    executor = {"shard_bytes": 40_000, "retries": 0}
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="set aside.*part-1.*stay"):
+        patch.setattr(shards, "stream_records", fail)
+        preprocess(config(**BYTES, executor=executor))
+    found = [entry for entry in lines_of(tmp_path / "out" / "stages" / "log.jsonl") if entry["stage"] == "tokenize"]
+    assert {(entry["event"], "part-1" in entry["name"]) for entry in found} == {("done", False), ("set aside", True)}
+    assert preprocess(config(**BYTES, executor=executor)).manifest["counts"]["num_records"] == 600
 
 
 def test_a_disk_that_fails_once_costs_an_attempt(config: Callable, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,21 +122,49 @@ def test_a_step_that_fails_on_a_document_costs_that_document(
     assert {json.dumps(dict(document.metadata)) for document, _ in read_part(part)} == {'{"kept": 2}'}
 
 
-def test_added_files_cost_only_themselves(contents: Callable, config: Callable, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "stages"), [((), ["check", "tokenize"]), ([{"kind": "length"}], ["read", "check", "tokenize"])]
+)
+def test_added_files_cost_only_themselves(
+    contents: Callable, config: Callable, tmp_path: Path, text: Path, steps: Sequence, stages: list[str]
+) -> None:
     settings = {"tokenizer": {"path": "bytes"}, "executor": {"shard_bytes": 12_000}}
-    preprocess(config(**settings))
+    preprocess(config("out", steps, **settings))
     log = tmp_path / "out" / "stages" / "log.jsonl"
     before = len(log.read_text().splitlines())
     (text / "part-2.jsonl").write_text("".join(f'{{"text": "new {i}"}}\n' for i in range(100)))
-    preprocess(config(**settings))
+    preprocess(config("out", steps, **settings))
     entries = [json.loads(line) for line in log.read_text().splitlines()[before:]]
-    assert [entry["stage"] for entry in entries if entry["stage"] != "write"] == ["read", "check", "tokenize"]
-    preprocess(config("fresh", **settings))
+    assert [entry["stage"] for entry in entries if entry["stage"] != "write"] == stages
+    preprocess(config("fresh", steps, **settings))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
     before = len(log.read_text().splitlines())
-    preprocess(config(**{**settings, "split": {"valid_share": 0.2}}))
+    preprocess(config("out", steps, **{**settings, "split": {"valid_share": 0.2}}))
     entries = [json.loads(line) for line in log.read_text().splitlines()[before:]]
-    assert {entry["stage"] for entry in entries} == {"tokenize", "write"}, "another split reads nothing again"
+    assert "read" not in {entry["stage"] for entry in entries}, "another split reads no part again"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_pass_and_two_give_the_same(
+    contents: Callable, config: Callable, tmp_path: Path, text: Path, workers: int
+) -> None:
+    """Without steps, tokens are made right from the input; with a step that changes nothing, through parts."""
+    with open(text / "part-0.jsonl", "ab") as file:
+        file.write(b'no json\n{"text": "", "lang": "fr"}\n{"text": "a </s> b", "lang": "fr"}\n')
+    (text / "held.jsonl").write_text("".join(f'{{"text": "held out {i}"}}\n' for i in range(9)))
+    (text / "part-1.jsonl").write_bytes(gzip.compress((text / "part-1.jsonl").read_bytes(), mtime=0))
+    source = {"languages": ["en", "de", ""], "valid_files": [f"{text}/held.jsonl"], "max_bad_share": 0.1}
+    executor = {"shard_bytes": 30_000}
+    for name, steps in (("one", ()), ("two", [{"kind": "length"}])):
+        output = {"workers": workers, "folder": str(tmp_path / name), "shuffle": True}
+        preprocess(config(name, steps, source=source, tokenizer={"path": "bytes"}, executor=executor, output=output))
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert not (tmp_path / "one" / "stages" / "read").exists() and (tmp_path / "two" / "stages" / "read").exists()
+    assert all(one.pop(name) == two.pop(name) for name in list(one) if name not in ("manifest.json", "report.html"))
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    for key in ("inputs", "outputs", "checksums", "counts", "tokenizer"):
+        assert manifests[0][key] == manifests[1][key], key
+    assert manifests[0]["counts"]["num_bad"] == 1 and manifests[0]["counts"]["num_other_language"] == 1
 
 
 def test_stages_need_not_be_kept(contents: Callable, config: Callable, tmp_path: Path) -> None:
