@@ -7,6 +7,7 @@ the middle of a write too, so that it never outlives its trainer: a checkpoint i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -147,12 +148,20 @@ def _listen(jobs: queue.Queue[Job]) -> None:
     os._exit(0)  # the trainer is gone
 
 
+def _stand_back() -> None:
+    """Leave the processors to training, which may use them all; what it does not use is enough."""
+    os.nice(NICENESS)
+    # Linux shares processors out between sessions first, and we are one of our own: niceness counts within it only
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
+
+
 def main() -> None:
     """Serve jobs until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # a terminal's or a scheduler's signal to all processes is the trainer's to answer: it may want one more save
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
+    _stand_back()
     if sys.platform.startswith("linux"):  # the end of stdin is not seen by a process that is stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     writer = Writer(int(sys.argv[1]))

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from megafp8.checkpoint.direct import DirectFile
 from megafp8.checkpoint.manifest import ITEM_BYTES, Piece, PieceFile, checksum
 from megafp8.core import faults
 
 Advance = Callable[[int], None]
 Written = tuple[PieceFile, list[Piece]]
-
-_FILE_MODE = 0o640  # checkpoints are the group's business, not the world's; umask may take more away
-_CHUNK = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -62,22 +59,18 @@ def write_piece_file(path: Path, boxes: Sequence[Box], advance: Advance | None =
         OSError: whatever the system says.
     """
     header = header_of(boxes)
-    whole, end, pieces = checksum(header), len(header), []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
-    with os.fdopen(fd, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header), None)
+    whole, pieces = checksum(), []
+    with DirectFile(path, advance) as file:
+        file.append(header, (whole,))
         for box in boxes:
             faults.at("save-piece")
-            data = box.fetch()
+            data, own, start = box.fetch(), checksum(), file.bytes
             assert len(data) == box.bytes, f"{box.key} changed since it was planned"
-            _write_all(file.fileno(), data, advance)
-            whole.update(data)
-            digest = checksum(data).hexdigest()
-            pieces.append(Piece(path.name, box.key, box.offsets, box.sizes, end, box.bytes, digest))
-            end += box.bytes
-        os.fsync(file.fileno())
+            file.append(data, (whole, own))
+            pieces.append(Piece(path.name, box.key, box.offsets, box.sizes, start, box.bytes, own.hexdigest()))
+        file.finish()
     faults.at("save-written")
-    return PieceFile(end, whole.hexdigest(), len(header), checksum(header).hexdigest()), pieces
+    return PieceFile(file.bytes, whole.hexdigest(), len(header), checksum(header).hexdigest()), pieces
 
 
 def write_piece_files(
@@ -92,11 +85,3 @@ def write_piece_files(
         return [write(path, boxes) for path, boxes in files]
     with ThreadPoolExecutor(min(threads, len(files)), "pieces") as pool:
         return list(pool.map(lambda file: write(*file), files))
-
-
-def _write_all(fd: int, data: memoryview, advance: Advance | None) -> None:
-    while data:  # a write may take less than it was given
-        done = os.write(fd, data[:_CHUNK])
-        data = data[done:]
-        if advance is not None:
-            advance(done)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megafp8 import checkpoint
-from megafp8.checkpoint import commit, latest, load_tensors, piece_file, piece_output, storage_writer
+from megafp8.checkpoint import commit, direct, latest, load_tensors, piece_file, storage_writer
 from megafp8.checkpoint.folders import step_name
 from megafp8.core import jsonio
 from megafp8.core.errors import CheckpointError
@@ -121,7 +121,7 @@ def test_a_file_that_is_not_synced_before_the_commit_is_seen(tmp_path, monkeypat
             patch.setattr(jsonio.os, "fsync", fsync)
             patch.setattr(commit.os, "rename", renamed)
             if drop:
-                patch.setattr(piece_output.os, "fsync", lambda fd: None)
+                patch.setattr(direct.os, "fsync", lambda fd: None)
             checkpoint.save(tmp_path / str(drop), 1, values(1), {}, Mesh.single(), {"step": 1})
         return not missing
 

@@ -141,6 +141,18 @@ def test_a_failure_is_raised_and_the_next_save_is_a_new_attempt(tmp_path, fault)
         checkpoint.verify(made.wait().path)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/autogroup"), reason="sessions are not scheduled as groups here")
+def test_the_process_that_writes_leaves_the_processors_to_training(tmp_path):
+    """It has a session of its own, so that niceness alone would count among its own threads only."""
+    with saver(tmp_path) as made:
+        made.begin(1, state(), {}, {})
+        made.wait()
+        pid = pid_of(made)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+        with open(f"/proc/{pid}/autogroup") as file:
+            assert file.read().split()[1:] == ["nice", "10"]
+
+
 def test_what_cannot_be_saved_is_told_at_once(tmp_path, monkeypatch):
     with saver(tmp_path / "file" / "below") as made:
         (tmp_path / "file").write_text("")
