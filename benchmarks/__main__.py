@@ -31,7 +31,7 @@ def main() -> int:
     print("\nsaving and loading 1 GB, and saving beside steps")
     failed = checkpoint_speed.main(["--rounds", "2"]) or failed
     print("\nconversions against a plain copy of the same bytes, and their memory")
-    failed = convert.main(["--gigabytes", "1"]) or failed
+    failed = convert.main(["--gigabytes", "0.6", "--verify"]) or failed
     print("\njsonl to .bin and .idx, Megatron's loops beside (docs/corpus.md: with more text, and datatrove)")
     failed = corpus_peers.main(["--megabytes", "20"]) or failed
     print("\na whole corpus with language id, filters and MinHash, stage by stage")

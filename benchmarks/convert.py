@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--verify", action="store_true", help="also a conversion with its verification, once")
     parser.add_argument("--run", nargs=3, metavar=("WHAT", "SOURCE", "OUT"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.run:
@@ -111,8 +112,12 @@ def _table(root: Path, given: argparse.Namespace) -> None:
             os.sync()
             row.turn()
             shutil.rmtree(row.out)
+    if given.verify:
+        rows.append(_Row("to_hf_verified", root / "hf", root / "verified", given.workers))
+        rows[-1].turn()
     copy = rows[0].median("seconds")
-    for (title, _, _, bar), row in zip(ROWS, rows, strict=True):
+    titles = [(title, bar) for title, _, _, bar in ROWS] + [("BF16: HF -> HF, verified, once", None)]
+    for (title, bar), row in zip(titles, rows, strict=False):
         row.close()
         seconds, peak = row.median("seconds"), max(turn["peak"] for turn in row.turns)
         rate = f"{size / 1e6 / seconds:8.0f}{copy / seconds:9.2f}{bar or '':>6}"
@@ -151,6 +156,7 @@ def _serve(what: str, source: Path, out: Path, workers: int) -> int:
     more: dict[str, Any] = {"verify": False, "workers": workers}
     jobs: dict[str, Callable[[], object]] = {
         "to_hf": lambda: to_hf(source, out, **more),
+        "to_hf_verified": lambda: to_hf(source, out, workers=workers),
         "from_hf": lambda: from_hf(source, out, **more),
         "modelopt": lambda: to_quantized(source, out, Options("modelopt"), **more),
         "trtllm": lambda: to_trtllm(source, out, Target(2, 1), fp8=True, **more),

@@ -18,11 +18,13 @@ from megafp8.convert.fp8_verify import verify_quantized
 from megafp8.convert.fp8_weights import E4M3_MAX, Scheme, parts, quantize_fused, refusal
 from megafp8.convert.hf import write_sidecars
 from megafp8.convert.hf_files import shard_names, write_index
+from megafp8.convert.memory import OF_QUANTIZED, check_memory
 from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source, unrounded
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.core.errors import ConfigError
 from megafp8.core.jsonio import read_json, write_json
+from megafp8.models import ModelConfig
 from megafp8.models.families.rules import Rule
 from megafp8.models.names import VIEWS, hf_config, resolved_rules, split
 
@@ -104,8 +106,9 @@ def to_quantized(
             say(f"{out}: already made from {model.path}")
             return
         theirs, spec = hf_config(model.config), model.tokenizer(tokenizer)
-        if options.kv_cache and model.config.mla.enabled:
-            raise ConfigError("--kv-cache fp8: latent attention keeps latents, for which the layout has no scales")
+        _refuse(model.config, options)
+        if verify:
+            check_memory(model.config, OF_QUANTIZED, say)
         amaxes = Amaxes("none needed", {})
         if options.needs_inputs:
             amaxes = find_amaxes(model, options.calibration, tokenizer=tokenizer, kv=options.kv_cache, say=say)
@@ -125,6 +128,17 @@ def to_quantized(
             record |= {"verified": verify, "activations": amaxes.origin, "linears": linears, "kept": plan.kept, **found}
             write_json(folder / RECORD_NAME, record)
     say(f"{out}: written, {'verified' if verify else 'not verified'}")
+
+
+def _refuse(config: ModelConfig, options: Options) -> None:
+    """Raise ConfigError for models that the layout cannot hold."""
+    if options.kv_cache and config.mla.enabled:
+        raise ConfigError("--kv-cache fp8: latent attention keeps latents, for which the layout has no scales")
+    if options.layout == "compressed-tensors" and config.family == "gpt":
+        raise ConfigError(
+            "--to compressed-tensors: it quantizes linears, and GPT-2's class has none in its layers (Conv1D), so that "
+            "no reader takes it; nearest: --to modelopt"
+        )
 
 
 class _Plan:
@@ -168,7 +182,7 @@ class _Plan:
         return [
             Group(
                 rule.ours,
-                (rule.ours,),
+                (rule.ours, *self._beside(rule)),
                 tuple(Output(file, output.name, output.dtype, output.shape) for output in outputs),
                 self._quantizer(rule) if rule.ours in self.linears else self._copier(rule),
                 torch.float32 if rule.ours in self.linears else self.dtype,
@@ -176,6 +190,13 @@ class _Plan:
             )
             for rule, outputs, file in zip(self.rules, planned, files, strict=True)
         ]
+
+    def _beside(self, rule: Rule) -> list[str]:
+        """Another tensor of ours that readers fuse with this one: the two down-projections of latent attention."""
+        pair = ("q_down", "kv_down")
+        _, _, end = rule.ours.partition(".attention.")
+        names = [rule.ours.replace(end, f"{x}.weight") for x in pair if end.partition(".")[0] in pair]
+        return [name for name in names if name != rule.ours] if all(name in self.linears for name in names) else []
 
     def _memory(self, rule: Rule, outputs: list[Output]) -> int:
         """Beside what is read: the codes, and copies of q, k and v, which lie by groups."""
@@ -214,14 +235,15 @@ class _Plan:
         return lambda tensors: Made(split(self.source.config, rule, tensors[0]))
 
     def _quantizer(self, rule: Rule) -> Callable[[Sequence[torch.Tensor]], Made]:
-        linear = self.linears[rule.ours]
-        amax = self.amaxes.inputs.get(linear)
+        linear, beside = self.linears[rule.ours], [self.linears[name] for name in self._beside(rule)]
+        amaxes = [self.amaxes.inputs[name] for name in (linear, *beside) if name in self.amaxes.inputs]
+        amax = max(amaxes, default=None)
 
         def make(tensors: Sequence[torch.Tensor]) -> Made:
             matrices = self._matrices(rule, tensors[0])
             notes, stored = {}, []
             for number, fused in enumerate(_fused(rule, matrices)):
-                tensors_of, note = quantize_fused(self._scheme, fused, amax)
+                tensors_of, note = quantize_fused(self._scheme, fused, amax, beside=tensors[1:])
                 stored += tensors_of
                 notes[linear if len(fused) == len(matrices) else f"{linear}[{number}]"] = note
             attention = linear.rpartition(".")[0]

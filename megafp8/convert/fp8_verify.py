@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megafp8.convert.fp8_inputs import CLIPPED, E4M3_MAX, SMALLEST, as_served, rounded_inputs, watch_inputs
 from megafp8.convert.fp8_read import Decoded, read_quantized
 from megafp8.convert.optional import load
 from megafp8.convert.source import Source, unrounded
@@ -24,17 +25,15 @@ from megafp8.core.errors import CheckpointError
 from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import load_tokenizer
 from megafp8.infer.weights import build_model
+from megafp8.models import ModelConfig
 from megafp8.models.decoder import Decoder
 from megafp8.models.names import join, resolved_rules, split
 from megafp8.nn.cache import KeyValueCache
 
 Tensor = torch.Tensor
-E4M3_MAX = 448.0
 # Relative RMS error of rounding: E4M3 has 3 mantissa bits, about 0.027 for normals however they are distributed. E2M1
 # under block scales: 0.09 to 0.11 for normal weights.
 _RMS = {"FP8": 0.03, "FP8_CHANNEL": 0.03, "FP8_PB_WO": 0.03, "NVFP4": 0.13}
-_CLIPPED = 0.01  # share of an input's values on other text than its scale was made from
-_SMALLEST = 2.0**-10  # of the largest storable input that the text should reach: E4M3 then still has normals for it
 
 
 def verify_quantized(folder: Path, source: Source, spec: str, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -47,6 +46,8 @@ def verify_decoded(
 ) -> dict[str, Any]:
     """Compare what a reader found in `folder` with the source; returns what was found, for the record.
 
+    `decoded` loses its tensors on the way, for they take memory.
+
     Raises:
         CheckpointError: anything out of bounds; all of it, in one line.
         ConfigError: transformers is not installed.
@@ -54,32 +55,43 @@ def verify_decoded(
     transformers = load("transformers", "convert with --no-verify")
     problems, worst = _compare_tensors(decoded, source)
     say(f"tensors: {len(decoded.steps)} quantized, largest relative RMS error {worst:.4f}, the others exact")
-    ids = sample_ids(source.config, load_tokenizer(spec))
-    ours = build_model(source.config, {n: source.read(n, torch.float32) for n in source.shapes})
+    ids, routed = sample_ids(source.config, load_tokenizer(spec)), bool(source.config.moe.num_experts)
     as_ours = _as_ours(decoded, source)
+    # each model is gone before the next is made
+    exact = _logits(source.config, {n: t.double() for n, t in as_ours.items()}, ids)
     same = build_model(source.config, as_ours)
-    double = build_model(source.config, {n: t.double() for n, t in as_ours.items()})
+    with torch.inference_mode():
+        mine = same(ids)[0].double()
+        cached = _with_cache(same, decoded, ids, problems) if decoded.kv_scales else None
+    del as_ours, same
     with _served(transformers, folder, decoded) as theirs, torch.inference_mode():
-        exact, mine, plain = double(ids)[0].double(), same(ids)[0].double(), theirs(ids).logits[0].double()
-        bound = logit_bound(exact, mine, routed=bool(source.config.moe.num_experts))
-        rows = (mine - plain).abs().amax(-1)
-        largest = float(rows.median() if source.config.moe.num_experts else rows.max())
+        plain = theirs(ids).logits[0].double()
+        bound, rows = logit_bound(exact, mine, routed=routed), (mine - plain).abs().amax(-1)
+        largest = float(rows.median() if routed else rows.max())
         if not largest <= bound:
             problems.append(f"logits of the decoded weights: transformers' differ by {largest:.3g} (bound {bound:.3g})")
-        shares = _watch_inputs(theirs, decoded, ids, problems)
-        with _rounded_inputs(theirs, decoded):
+        shares = watch_inputs(theirs, decoded, ids, problems)
+        with rounded_inputs(theirs, decoded):
             quantized = theirs(ids).logits[0].double()
-        reference = ours(ids)[0].double()
+    del theirs
+    decoded.tensors.clear()
+    reference = _logits(source.config, {n: source.read(n, torch.float32) for n in source.shapes}, ids)
     kinds = {"weights": plain, **({"weights and activations": quantized} if decoded.steps else {})}
     figures = {what: _distance(reference, logits, ids) for what, logits in kinds.items()}
-    if decoded.kv_scales:
-        figures["weights, FP8 cache"] = _distance(reference, _with_cache(same, decoded, ids, problems), ids)
+    if cached is not None:
+        figures["weights, FP8 cache"] = _distance(reference, cached, ids)
     for what, found in figures.items():
         say(f"{what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     _judge(figures, problems)
     if problems:
         raise CheckpointError(f"the written folder does not say what the model says: {'; '.join(problems[:8])}")
     return {"comparisons": figures, "clipped": shares, "largest_rms": worst}
+
+
+@torch.inference_mode()
+def _logits(config: ModelConfig, tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """[S, V] in fp64 of our model over these tensors."""
+    return build_model(config, tensors)(ids)[0].double()
 
 
 def _compare_tensors(decoded: Decoded, source: Source) -> tuple[list[str], float]:
@@ -142,66 +154,6 @@ def _served(transformers: Any, folder: Path, decoded: Decoded) -> Iterator[Any]:
         yield reload(transformers, place, torch.float32)
 
 
-def _modules(model: Any, decoded: Decoded) -> dict[str, Any]:
-    """The linears of the model that have a stored input scale. Experts that its class fuses have none of their own."""
-    known = dict(model.named_modules())
-    return {name: known[name] for name in decoded.input_scales if name in known}
-
-
-def _watch_inputs(model: Any, decoded: Decoded, ids: Tensor, problems: list[str]) -> dict[str, float]:
-    """The share of each linear's inputs that its scale clips, on text that the scale was not made from."""
-    shares: dict[str, float] = {}
-
-    def watch(name: str) -> Any:
-        limit = decoded.input_scales[name] * (6 * E4M3_MAX if decoded.algorithm == "NVFP4" else E4M3_MAX)
-
-        def hook(module: Any, args: Any) -> None:
-            size = args[0].abs()
-            shares[name] = float((size > limit).double().mean())
-            if shares[name] > _CLIPPED or float(size.max()) < _SMALLEST * limit:
-                problems.append(
-                    f"{name}: inputs up to {float(size.max()):.3g} do not fit a scale made for {limit:.3g} "
-                    f"({shares[name]:.2%} clipped)"
-                )
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(watch(name)) for name, module in _modules(model, decoded).items()]
-    model(ids)
-    for handle in handles:
-        handle.remove()
-    return {name: share for name, share in shares.items() if share > 0}
-
-
-def _as_served(x: Tensor, scale: Tensor | float) -> Tensor:
-    """What E4M3 codes under `scale` say of `x`."""
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
-
-
-@contextmanager
-def _rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
-    """Within it, linears see their inputs as FP8 codes under the stored scales, or under scales of each token."""
-
-    def hook(name: str) -> Any:
-        def rounded(module: Any, args: Any) -> Any:
-            x = args[0]
-            scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX  # as it comes, a token at a time
-            if decoded.algorithm == "FP8":
-                scale = torch.tensor(decoded.input_scales[name])
-            return (_as_served(x, scale), *args[1:])
-
-        return rounded
-
-    known = dict(model.named_modules())
-    names = [name.removesuffix(".weight") for name in decoded.steps]
-    handles = [known[name].register_forward_pre_hook(hook(name)) for name in names if name in known]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class _Fp8Cache(KeyValueCache):
     """Keys and values as FP8 codes under the stored scales, from the first token on."""
 
@@ -218,9 +170,9 @@ class _Fp8Cache(KeyValueCache):
         pair = []
         for x, scale, what in zip((k, v), self.scales[name], "kv", strict=True):
             share, largest = float((x.abs() > E4M3_MAX * scale).double().mean()), float(x.abs().max())
-            if share > _CLIPPED or largest < _SMALLEST * E4M3_MAX * scale:
+            if share > CLIPPED or largest < SMALLEST * E4M3_MAX * scale:
                 self.problems.append(f"{name}: {what}_scale {scale:.3g} does not fit values up to {largest:.3g}")
-            pair.append(_as_served(x, scale))
+            pair.append(as_served(x, scale))
         return super().extend(name, *pair)
 
 

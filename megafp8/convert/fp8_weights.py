@@ -62,14 +62,17 @@ def refusal(scheme: Scheme, rows: int, columns: int) -> str | None:
     return None
 
 
-def quantize_fused(scheme: Scheme, weights: Sequence[Tensor], input_amax: float | None) -> tuple[list[Tensor], Any]:
+def quantize_fused(
+    scheme: Scheme, weights: Sequence[Tensor], input_amax: float | None, *, beside: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], Any]:
     """The stored tensors of fused weights, in the order of `parts`, one weight after the other, and a note on them.
 
     Args:
         weights: fp32 [rows, columns] each, which one module of a reader holds.
         input_amax: of what they are multiplied with; needed by the schemes that store it.
+        beside: other weights that readers fuse with these, which share their scale and are stored elsewhere.
     """
-    amax = max(float(amax_of(chunk)) for weight in weights for chunk in _chunks(weight))
+    amax = max(float(amax_of(chunk)) for weight in (*weights, *beside) for chunk in _chunks(weight))
     stored: list[Tensor] = []
     square_error = square = 0.0
     for weight in weights:

@@ -16,6 +16,7 @@ from megafp8.convert.checkpoint_out import write_checkpoint
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.hf_files import shard_names, write_index
 from megafp8.convert.hf_tokenizer import write_tokenizer
+from megafp8.convert.memory import OF_WEIGHTS, check_memory
 from megafp8.convert.source import HuggingFaceFolder, Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.convert.verify_hf import Report, verify_folder
@@ -74,6 +75,8 @@ def to_hf(
             say(f"{out}: already made from {model.path}")
             return None
         theirs, spec = hf_config(model.config), model.tokenizer(tokenizer)
+        if verify:
+            check_memory(model.config, OF_WEIGHTS, say)
         with Beside(out) as folder:
             say(f"{model.path}: {sum(map(_numel, model.shapes.values())):,} parameters as {dtype}")
             written = write_groups(folder, model, hf_groups(model, DTYPES[dtype]), workers=workers, say=say)
@@ -180,6 +183,8 @@ def from_hf(
     if candidates(out):
         raise ResourceError(f"{out}: holds checkpoints already; choose another folder")
     with HuggingFaceFolder(source) as model:
+        if verify:
+            check_memory(model.config, OF_WEIGHTS, say)
         meta: dict[str, Any] = {
             "step": 0,
             "consumed_samples": 0,

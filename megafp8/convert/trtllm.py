@@ -17,6 +17,7 @@ from megafp8 import __version__
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.fp8_verify import verify_decoded
 from megafp8.convert.fp8_weights import E4M3_MAX, quantize_fused
+from megafp8.convert.memory import OF_QUANTIZED, check_memory
 from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
@@ -71,16 +72,13 @@ def to_trtllm(
         if is_done(out, record, keys, verify=verify):
             say(f"{out}: already made from {model.path}")
             return
+        if verify:
+            check_memory(model.config, OF_QUANTIZED, say)
         amaxes = Amaxes("none needed", {})
         if fp8 or kv_cache:
             amaxes = find_amaxes(model, calibration, tokenizer=tokenizer, kv=kv_cache, say=say)
             say(f"activation scales: {amaxes.origin}")
-        if fp8 and amaxes.kept:
-            name, why = next(iter(amaxes.kept.items()))
-            raise ConfigError(
-                f"{name}: {why}; a rank's file cannot name single layers. --calibrate CORPUS gives all a scale, or "
-                "use --to modelopt"
-            )
+            _refuse_kept(amaxes if fp8 else None)
         name, torch_dtype = _DTYPES[dtype]
         with Beside(out) as folder:
             ranks = _Ranks(model, target, torch_dtype, amaxes if fp8 else None, amaxes if kv_cache else None)
@@ -95,6 +93,14 @@ def to_trtllm(
             record |= {"verified": verify, "activations": amaxes.origin, "linears": linears, **found}
             write_json(folder / RECORD_NAME, record)
     say(f"{out}: {target.tp * target.pp} ranks written, {'verified' if verify else 'not verified'}")
+
+
+def _refuse_kept(amaxes: Amaxes | None) -> None:
+    for name, why in amaxes.kept.items() if amaxes else ():
+        raise ConfigError(
+            f"{name}: {why}; a rank's file cannot name single layers. --calibrate CORPUS gives all a scale, or "
+            "use --to modelopt"
+        )
 
 
 class _Ranks:

@@ -9,18 +9,26 @@ from safetensors.torch import load_file, save_file
 
 from megafp8.convert import fp8_weights
 from megafp8.convert.folder import RECORD_NAME
-from megafp8.convert.fp8_folder import Options, to_quantized
+from megafp8.convert.fp8_folder import SCHEMES, Options, to_quantized
+from megafp8.convert.fp8_inputs import watch_inputs
 from megafp8.convert.fp8_read import read_quantized
-from megafp8.convert.fp8_verify import verify_quantized
+from megafp8.convert.fp8_verify import _served, verify_quantized
 from megafp8.convert.scales import Calibration
 from megafp8.convert.source import open_source
 from megafp8.convert.tensor_files import bytes_of
+from megafp8.convert.verify_hf import sample_ids
 from megafp8.core.errors import CheckpointError, ConfigError
+from megafp8.data.tokenizer import load_tokenizer
 from tests.unit.infer.models import config_of, save_model
 
 pytest.importorskip("transformers")
 TEXT = "Every good scale has seen some text: 12 words, größere Wörter, 日本語, and\ttabs.\n" * 40
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+SIGMOID = EXPERTS | {
+    "num_shared_experts": 1, "first_dense_layers": 1, "score": "sigmoid", "normalize_top_k": True, "num_groups": 2,
+    "top_k_groups": 1, "scaling_factor": 2.5, "bias_update_rate": 0.001,
+}  # fmt: skip
 MODELS = {
     "llama": config_of(num_kv_heads=2),
     "tied": config_of(num_kv_heads=2, tied_embeddings=True),
@@ -28,7 +36,11 @@ MODELS = {
     "qwen2": config_of(family="qwen2", num_kv_heads=2),
     "qwen3": config_of(family="qwen3", num_kv_heads=2),
     "mixtral": config_of(family="mixtral", num_kv_heads=2, moe=EXPERTS),
+    "mistral": config_of(family="mistral", num_kv_heads=2),
+    "qwen3_moe": config_of(family="qwen3_moe", num_kv_heads=2, moe=EXPERTS),
+    "deepseek": config_of(family="deepseek", head_dim=0, mla=LATENT, moe=SIGMOID),
 }
+QUICK = ("llama", "tied", "gpt", "qwen2", "qwen3", "mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,7 @@ def convert(tmp_path, config, corpus, layout="modelopt", scheme="", kv=False, **
     return source, tmp_path / "out", said
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK)
 def test_fp8_of_every_family(tmp_path, corpus, name):
     _, out, said = convert(tmp_path, MODELS[name], corpus, kv=True)
     record = json.loads((out / RECORD_NAME).read_text())
@@ -82,6 +94,32 @@ def test_fused_weights_share_a_scale(tmp_path, corpus):
             assert len({float(stored[f"{layer}{name}.{ending}"]) for name in names}) == 1
     largest = max(float(stored[f"{layer}self_attn.{x}_proj.weight"].float().abs().max()) for x in "qkv")
     assert largest == 448  # the largest of the fused group reaches the format's end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_scheme_of_every_family(tmp_path, corpus, name):
+    for layout, schemes in SCHEMES.items():
+        for scheme in schemes if (name, layout) != ("gpt", "compressed-tensors") else ():
+            convert(tmp_path / scheme, MODELS[name], corpus, layout, scheme)
+
+
+def test_latent_attention(tmp_path, corpus):
+    """Its two down-projections see the same input, and servers compute them as one."""
+    _, out, _ = convert(tmp_path, MODELS["deepseek"], corpus)
+    stored = load_file(out / "model.safetensors")
+    layer = "model.layers.1.self_attn."
+    names = ("q_a_proj", "kv_a_proj_with_mqa")
+    for ending in ("weight_scale", "input_scale"):
+        assert len({float(stored[f"{layer}{name}.{ending}"]) for name in names}) == 1
+    assert stored["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    with pytest.raises(ConfigError, match="latent attention keeps latents"):
+        convert(tmp_path / "kv", MODELS["deepseek"], corpus, kv=True)
+
+
+def test_no_reader_takes_gpt_as_compressed_tensors(tmp_path, corpus):
+    with pytest.raises(ConfigError, match="Conv1D.*nearest: --to modelopt"):
+        convert(tmp_path, MODELS["gpt"], corpus, "compressed-tensors")
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block", "nvfp4"])
@@ -153,6 +191,47 @@ def test_each_fault_is_seen(tmp_path, converted, fault):
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError):
         verify(source, folder)
+
+
+EXPERT_FAULTS = {
+    "an expert's input scale too small": scaled("1.block_sparse_moe.experts.2.w2.input_scale", lambda s: s / 64),
+    "an expert's input scale too large": scaled("0.block_sparse_moe.experts.1.w1.input_scale", lambda s: s * 4096),
+    "experts' input scales inverted": scaled("w3.input_scale", lambda s: 1 / s),
+    "two experts swapped": swapped(*(f"model.layers.0.block_sparse_moe.experts.{e}.w2.weight" for e in (0, 1))),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory, corpus):
+    source, out, _ = convert(tmp_path_factory.mktemp("mixture"), MODELS["mixtral"], corpus)
+    return source, out
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_each_fault_of_experts_is_seen(tmp_path, mixture, fault):
+    source, out = mixture
+    folder = shutil.copytree(out, tmp_path / "out")
+    stored = load_file(folder / "model.safetensors")
+    EXPERT_FAULTS[fault](stored)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="experts"):
+        verify(source, folder)
+
+
+def test_an_expert_that_no_token_reaches_has_the_scale_of_the_others(tmp_path, corpus):
+    """A bias of its router keeps all tokens from expert 2."""
+    source, out, _ = convert(tmp_path, MODELS["deepseek"], corpus)
+    with open_source(source) as model:
+        ids = sample_ids(model.config, load_tokenizer(model.tokenizer()))
+    decoded = read_quantized(out)
+    with _served(pytest.importorskip("transformers"), out, decoded) as served, torch.inference_mode():
+        served.model.layers[1].mlp.gate.e_score_correction_bias[2] = -100.0
+        problems: list[str] = []
+        watch_inputs(served, decoded, ids, problems)
+        assert not problems
+        decoded.input_scales["model.layers.1.mlp.experts.2.down_proj"] *= 1.5
+        watch_inputs(served, decoded, ids, problems)
+    assert len(problems) == 1 and "experts.2.down_proj: no text reached it" in problems[0]
 
 
 @pytest.mark.parametrize(
