@@ -38,7 +38,20 @@ SHAPES = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "qwen2", "qwen3", "mixtral")]
 
 
-def megatron(what: str, folder: Path, shape: dict[str, Any], out: Path, ranks: int = 1) -> dict[str, torch.Tensor]:
+def megatron(
+    what: str,
+    folder: Path,
+    shape: dict[str, Any],
+    out: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    trainer: str = "",
+) -> dict[str, torch.Tensor]:
+    """Run the program on tp x pp x dp ranks; `trainer`: how the distributed optimizer lays out what it saves."""
+    ranks = tp * pp * dp
+    environment = {"TP": str(tp), "PP": str(pp), "WORLD_SIZE": str(ranks)} | ({"TRAINER": trainer} if trainer else {})
     (out.parent / "shape.json").write_text(json.dumps(shape))
     words = [what, str(folder), str(out.parent / "shape.json"), str(out)]
     (out.parent / "shape.json.store").unlink(missing_ok=True)
@@ -46,7 +59,7 @@ def megatron(what: str, folder: Path, shape: dict[str, Any], out: Path, ranks: i
     runs = [
         subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            env=os.environ | environment | {"RANK": str(rank)},
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -87,10 +100,37 @@ def test_in_and_out_again(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_of_tensor_parallelism(tmp_path: Path) -> None:
     """Theirs saved at tp 2 comes in; ours is loaded at tp 2: each rank has its heads, its gate and its up."""
-    theirs = megatron("save", tmp_path / "run/iter_0000007", LLAMA, tmp_path / "saved.safetensors", ranks=2)
+    theirs = megatron("save", tmp_path / "run/iter_0000007", LLAMA, tmp_path / "saved.safetensors", tp=2)
     assert main(["convert", "--from", "megatron", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
     checkpoint = tmp_path / "ours/step_00000000"
     assert largest_difference(checkpoint, theirs) < 1e-5
     assert main(["convert", "--to", "megatron", str(checkpoint), str(tmp_path / "back"), "--dtype", "fp32"]) == 0
-    again = megatron("load", tmp_path / "back/release", LLAMA, tmp_path / "loaded.safetensors", ranks=2)
+    again = megatron("load", tmp_path / "back/release", LLAMA, tmp_path / "loaded.safetensors", tp=2)
     assert torch.equal(again["logits"][..., :200], theirs["logits"][..., :200])
+
+
+DEEP = {name: shape | {"num_layers": 4} for name, shape in SHAPES.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "split", "trainer"),
+    [
+        ("llama", {"pp": 2}, ""),
+        ("llama", {"tp": 2}, "dp_reshardable"),
+        ("llama", {"pp": 2}, "dp_reshardable"),
+        ("llama", {"pp": 2, "dp": 2}, "fully_reshardable"),
+        ("qwen2", {"pp": 2}, "dp_reshardable"),  # tied: the last stage has a copy of the embedding
+        ("gpt", {"tp": 2, "pp": 2}, "dp_reshardable"),
+        ("mixtral", {"pp": 2}, "dp_reshardable"),
+    ],
+)
+def test_split_as_the_training_script_saves(tmp_path: Path, name: str, split: dict[str, int], trainer: str) -> None:
+    """Layers have their number in the whole model, whichever stage saved them; what is not the model's is left out."""
+    shape = DEEP[name]
+    saved = tmp_path / "saved.safetensors"
+    theirs = megatron("save", tmp_path / "run/iter_0000007", shape, saved, **split, trainer=trainer)
+    assert main(["convert", "--from", "megatron", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    checkpoint = tmp_path / "ours/step_00000000"
+    assert model_config(checkpoint).family == name and model_config(checkpoint).num_layers == 4
+    assert largest_difference(checkpoint, theirs) < 1e-5
