@@ -15,7 +15,7 @@ import torch
 from megafp8 import __version__
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.fp8_verify import verify_quantized
-from megafp8.convert.fp8_weights import E4M3_MAX, Scheme, parts, quantize_fused, refusal
+from megafp8.convert.fp8_weights import E4M3_MAX, Scheme, lines_of, parts, quantize_fused, refusal
 from megafp8.convert.hf import write_sidecars
 from megafp8.convert.hf_files import shard_names, write_index
 from megafp8.convert.memory import OF_QUANTIZED, check_memory
@@ -122,7 +122,7 @@ def to_quantized(
             _write_quantization(folder, options, plan.excluded())
             notes = [written.notes[rule.ours] for rule in plan.rules if rule.ours in plan.linears]
             linears = {name: note for found in notes for name, note in found.items()}
-            for line in _table(linears, plan.kept):
+            for line in lines_of(linears, plan.kept):
                 say(line)
             found = verify_quantized(folder, model, spec, say) if verify else {}
             record |= {"verified": verify, "activations": amaxes.origin, "linears": linears, "kept": plan.kept, **found}
@@ -295,13 +295,3 @@ def _write_quantization(folder: Path, options: Options, excluded: list[str]) -> 
             legacy["group_size"] = 16
         write_json(folder / "hf_quant_config.json", {"producer": _MODELOPT, "quantization": legacy})
     write_json(folder / "config.json", config)
-
-
-def _table(linears: dict[str, Any], kept: dict[str, str]) -> list[str]:
-    """A line for each linear: its scales and errors, or why it is not quantized."""
-    lines = [f"{'linear':44} {'weight scale':>12} {'rel. RMS':>9} {'MSE':>10} {'input amax':>11}"]
-    for name, note in linears.items():
-        amax = "dynamic" if note["input_amax"] is None else f"{note['input_amax']:.4g}"
-        scales = f"{note['weight_scale']:12.4g} {note['relative_rms']:9.4f} {note['mse']:10.3g} {amax:>11}"
-        lines.append(f"{name:44} {scales}")
-    return lines + [f"{name:44} not quantized: {why}" for name, why in kept.items()]

@@ -82,6 +82,9 @@ def verify_decoded(
         figures["weights, FP8 cache"] = _distance(reference, cached, ids)
     for what, found in figures.items():
         say(f"{what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    if decoded.input_scales:
+        most = f"; most in {(name := max(shares, key=shares.__getitem__))}, {shares[name]:.3%}" if shares else ""
+        say(f"clipped inputs: in {len(shares)} of {len(decoded.input_scales)} linears{most}")
     _judge(figures, problems)
     if problems:
         raise CheckpointError(f"the written folder does not say what the model says: {'; '.join(problems[:8])}")

@@ -144,3 +144,13 @@ def _quantize_chunk(scheme: Scheme, weight: Tensor, amax: Tensor) -> tuple[Tenso
 def _square(x: Tensor) -> float:
     flat = x.reshape(-1)
     return float(flat.dot(flat))
+
+
+def lines_of(linears: dict[str, Any], kept: dict[str, str]) -> list[str]:
+    """A line for each linear: its scales and errors, or why it is not quantized."""
+    lines = [f"{'linear':44} {'weight scale':>12} {'rel. RMS':>9} {'MSE':>10} {'input amax':>11}"]
+    for name, note in linears.items():
+        amax = "dynamic" if note["input_amax"] is None else f"{note['input_amax']:.4g}"
+        scales = f"{note['weight_scale']:12.4g} {note['relative_rms']:9.4f} {note['mse']:10.3g} {amax:>11}"
+        lines.append(f"{name:44} {scales}")
+    return lines + [f"{name:44} not quantized: {why}" for name, why in kept.items()]

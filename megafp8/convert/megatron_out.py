@@ -110,8 +110,8 @@ def to_megatron(
                     count = _compare(folder, model, DTYPES[dtype])
                     say(f"read back: {count} tensors equal")
                 write_json(folder / RECORD_NAME, record)
+            say(f"{out}: written, {'verified' if verify else 'not verified'}; load it with megatron-core")
         write_atomic(out / LATEST, f"{RELEASE}\n".encode())
-    say(f"{out}: written, {'verified' if verify else 'not verified'}; load it with megatron-core")
 
 
 def _write(folder: Path, model: Source, dtype: torch.dtype, threads: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from megafp8 import __version__
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.fp8_verify import verify_decoded
-from megafp8.convert.fp8_weights import E4M3_MAX, quantize_fused
+from megafp8.convert.fp8_weights import E4M3_MAX, lines_of, quantize_fused
 from megafp8.convert.memory import OF_QUANTIZED, check_memory
 from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source
@@ -87,6 +87,8 @@ def to_trtllm(
             config = build_config(model.config, target, dtype=name, fp8=fp8, fp8_cache=kv_cache)
             write_json(folder / "config.json", config)
             linears = {name: note for notes in written.notes.values() for name, note in notes.items()}
+            for line in lines_of(linears, {}) if linears else ():
+                say(line)
             found = {}
             if verify:
                 found = verify_decoded(folder, read_ranks(folder), model, model.tokenizer(tokenizer), say)
