@@ -310,7 +310,9 @@ class Kept:
         return QuantizedTensor(None, operand) if self.of_columns else QuantizedTensor(operand)
 
 
-@torch.compiler.disable  # it has state; its kernels are compiled by themselves
+# It has state, and its kernels are compiled by themselves. torch.compiler.disable, but for the import of the compiler:
+# that is half of what a start of a run without FP8 imports (1 s), and comes with the first call here.
+@torch._disable_dynamo
 def quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: LinearState
 ) -> torch.Tensor:

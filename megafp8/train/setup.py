@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,9 +123,18 @@ def start_processes(config: RunConfig) -> tuple[torch.device, Mesh]:
         local = int(env.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
     if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+        _be_deterministic()
     device = torch.device("cuda", info.local_rank) if on_gpu else torch.device("cpu")
     return device, make_mesh(config, info.world)
+
+
+def _be_deterministic() -> None:
+    """torch.use_deterministic_algorithms, but for the import of the compiler (1 s) where none is used."""
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when it is imported, if it is
+        torch.set_deterministic_debug_mode("error")
 
 
 def make_mesh(config: RunConfig, world: int) -> Mesh:

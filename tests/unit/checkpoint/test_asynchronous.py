@@ -16,6 +16,7 @@ import torch
 from megafp8 import checkpoint
 from megafp8.checkpoint import CheckpointConfig, commit, retention
 from megafp8.checkpoint.asynchronous import AsyncSaver
+from megafp8.checkpoint.background import NICENESS
 from megafp8.checkpoint.folders import candidates
 from megafp8.checkpoint.staging import Staging
 from megafp8.core.errors import CheckpointError, ResourceError
@@ -148,9 +149,9 @@ def test_the_process_that_writes_leaves_the_processors_to_training(tmp_path):
         made.begin(1, state(), {}, {})
         made.wait()
         pid = pid_of(made)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+        assert os.getpriority(os.PRIO_PROCESS, pid) == NICENESS
         with open(f"/proc/{pid}/autogroup") as file:
-            assert file.read().split()[1:] == ["nice", "10"]
+            assert file.read().split()[1:] == ["nice", str(NICENESS)]
 
 
 def test_what_cannot_be_saved_is_told_at_once(tmp_path, monkeypatch):
