@@ -27,7 +27,7 @@ from megafp8.corpus.stages import write
 from megafp8.corpus.tasks import Input, Task, Work
 from megafp8.data.indexed_writer import IndexedDatasetWriter, checksum_file
 
-_MEMORY = 256 << 20  # executor.memory_bytes of `preprocess`
+_MEMORY = 64 << 20  # executor.memory_bytes of `preprocess`: what the shuffle and MinHash take besides
 _SHUFFLE_MEMORY = 128 << 20  # and of the shuffle alone
 _FEW = 1_000_000  # documents made at once
 _IDS = 50_000
@@ -142,7 +142,7 @@ def measure_documents(count: int, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], workers: int, path: Path) -> None:
     """Peak memory over the input's size."""
     import matplotlib  # not in the processes whose memory is measured
 
@@ -155,7 +155,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         at = [row["megabytes"] for row in mine]
         axes.plot(at, [row["peak_bytes"] / 1e6 for row in mine], "o-", color=colour, label=pipeline)
     axes.set(xscale="log", xlabel="input, MB of JSON lines", ylabel="memory of all processes, MB", ylim=(0, None))
-    axes.set_title("Memory of megafp8 preprocess", loc="left")
+    axes.set_title(f"Memory of megafp8 preprocess, workers = {workers}", loc="left")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", help="JSON lines with a key `text`, whose lines documents are made of")
     parser.add_argument("--largest", type=float, default=640, help="largest input, MB; 0: none")
     parser.add_argument("--documents", type=float, default=1e7, help="tiny documents; 0: none")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1, help="each more brings a process of its own")
     parser.add_argument("--scratch", default=None, help="folder for inputs and outputs, four times the largest input")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/corpus_memory.png"), help="the picture")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
                 ["\n".join(pool[i : i + 30]) for i in range(0, len(pool), 30)], Path(name, "t")
             )
             rows += measure_inputs(pool, tokenizers["byte-level"], options)
-            draw(rows, options.out)
+            draw(rows, options.workers, options.out)
         if options.documents:
             rows += measure_documents(int(options.documents), Path(name))
     if options.json:

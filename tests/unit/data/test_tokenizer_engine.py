@@ -173,6 +173,19 @@ def test_wrong_engine_is_found_on_the_way(reference: Tokenizer) -> None:
     assert len(tokenizer.encode_flat(["no stripes"] * 2000)[1]) == 2000
 
 
+def test_the_engine_forgets(reference: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps each word that it has met for ever, gigabytes of a long run."""
+    monkeypatch.setattr(tokenizer_engine, "_RENEWED_EVERY", 1000)
+    tokenizer = fast(reference)
+    assert isinstance(tokenizer, FastTokenizer)
+    engines, texts = [], [f"w{i} " * 20 for i in range(20)]
+    for number, text in enumerate(texts):
+        assert tokenizer.encode_flat([text])[0].tolist() == reference.encode(text), number
+        if tokenizer._engine not in engines:  # kept, so that a new one is not taken for an old one
+            engines.append(tokenizer._engine)
+    assert 2 <= len(engines) <= 1 + sum(map(len, texts)) // 1000
+
+
 def test_truncation_in_a_file_cuts_nothing(tmp_path: Path) -> None:
     path = huggingface_json(tmp_path)
     definition = json.loads(path.read_text())
