@@ -56,6 +56,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.codes: Counter[int] = Counter()
         self.number = 0
+        self.lost: dict[str, list[float]] = {}  # kind -> seconds from each fault until a step that had not been taken
+        self._hit: tuple[str, float, int] | None = None  # the last fault, when, and the newest step then
 
     def start(self) -> None:
         """The one command, whatever happened."""
@@ -80,7 +82,20 @@ class Soak:
         assert self.process is not None
         self.number += 1
         act: Callable[[], str | None] = getattr(self, f"_{kind.lower()}")
-        return act()
+        when = time.monotonic()
+        what = act()
+        if what is not None:
+            self.counts[kind] += 1
+            self._hit = self._hit or (kind, when, last_step(self.run))  # on a run that is down: with that one
+        return what
+
+    def look(self) -> int:
+        """The newest step; notes it where the run has come past its last fault."""
+        step = last_step(self.run)
+        if self._hit is not None and step > self._hit[2]:
+            self.lost.setdefault(self._hit[0], []).append(time.monotonic() - self._hit[1])
+            self._hit = None
+        return step
 
     def _someone(self, found: dict[int, Any]) -> tuple[int, Any] | None:
         return self.rng.choice(sorted(found.items())) if found else None
@@ -134,22 +149,40 @@ class Soak:
         return f"NaN in the loss of rank {WORLD - 1}"
 
 
-def chaos(soak: Soak, *, seconds: float, mtbf: float) -> tuple[float, list[str]]:
-    """Faults until the time is up, then a stop; returns the wall time and what was done."""
+class Progress:
+    """A line now and then that says how far a half has come: `soak: under faults 312 of 900 s …`."""
+
+    def __init__(self, what: str, total: float, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._begin = self._said = time.monotonic()
+
+    def show(self, done: float, steps: int, more: str = "") -> None:
+        """Print it if 15 s have passed since the last one."""
+        now = time.monotonic()
+        if now - self._said < 15 or not done:
+            return
+        self._said, left = now, (now - self._begin) * (self._total / done - 1)
+        rate, to_go = steps / (now - self._begin), max(0.0, left) / 60
+        here = f"{done:.0f} of {self._total:.0f} {self._unit}, step {steps}, {rate:.1f} steps a second"
+        print(f"soak: {self._what}: {here}{more}, {to_go:.1f} min left", flush=True)
+
+
+def chaos(soak: Soak, *, seconds: float, mtbf: float) -> float:
+    """Faults until the time is up, then a stop; returns the wall time until then."""
     begin = time.monotonic()
     soak.start()
-    due, done = begin + soak.rng.expovariate(1 / mtbf), []
-    while time.monotonic() < begin + seconds:
-        time.sleep(0.1)
+    due, progress = begin + soak.rng.expovariate(1 / mtbf), Progress("under faults", seconds, "s")
+    while (now := time.monotonic()) < begin + seconds:
+        time.sleep(0.2)
         if soak.ended():
             soak.start()
-        if time.monotonic() >= due:
+        step = soak.look()
+        progress.show(now - begin, step, f", {sum(soak.counts.values())} faults")
+        if now >= due:
             kind = soak.rng.choice(KINDS)
             what = soak.injure(kind)
             if what is not None:
-                soak.counts[kind] += 1
-                done.append(f"{time.monotonic() - begin:6.0f} s  step {last_step(soak.run):6d}  {kind}  {what}")
-                print(done[-1], flush=True)
+                print(f"{now - begin:6.0f} s  step {step:6d}  {kind}  {what}", flush=True)
                 due = time.monotonic() + soak.rng.expovariate(1 / mtbf)
             else:
                 due += 1.0
@@ -167,7 +200,7 @@ def chaos(soak: Soak, *, seconds: float, mtbf: float) -> tuple[float, list[str]]
             raise SystemExit(f"soak: the stop ended with exit code {soak.process.returncode}")
         soak.start()
         time.sleep(15)
-    return wall, done
+    return wall
 
 
 def quiet(folder: Path, steps: int) -> float:
@@ -180,10 +213,12 @@ def quiet(folder: Path, steps: int) -> float:
             env=injuries.switched_on(folder / "orders"),
         )  # fmt: skip
         times: list[tuple[float, int]] = []
+        progress = Progress("without", steps, "steps")
         while process.poll() is None:
             time.sleep(0.5)
             if (step := last_step(folder / "run")) > 1:
                 times.append((time.monotonic(), step))
+                progress.show(step, step)
     if process.returncode or len(times) < 2:
         raise SystemExit(f"soak: the run without faults ended with exit code {process.returncode}: {folder}")
     (first, begin), (last, end) = times[0], max(times[:1] + [t for t in times if t[1] < steps], key=lambda t: t[1])
@@ -212,7 +247,7 @@ def both(root: Path, args: argparse.Namespace) -> int:
     shared, ports = set(os.listdir("/dev/shm")), injuries.listening_ports()
     soak = Soak(root / "chaos", args.seed)
     print(f"soak: seed {args.seed}, MTBF {args.mtbf:g} s, {args.minutes:g} minutes, {WORLD} processes", flush=True)
-    wall, _ = chaos(soak, seconds=60 * args.minutes, mtbf=args.mtbf)
+    wall = chaos(soak, seconds=60 * args.minutes, mtbf=args.mtbf)
     time.sleep(1.0)
     left = injuries.processes_of(str(root))
     leaks = {
@@ -236,14 +271,18 @@ def report(
     same = tensors[0].keys() == tensors[1].keys() and all(torch.equal(tensors[0][n], t) for n, t in tensors[1].items())
     samples = compare_samples(soak.orders, root / "quiet/orders", WORLD, steps, SETTINGS["train__global_batch"])
     goodput = steps * step_seconds / wall
+    own = sum(json.loads(x)["step_seconds"] for x in (soak.run / "metrics.jsonl").open() if '"kind": "train"' in x)
+    lost = [f"{kind} {sum(found) / len(found):.0f}" for kind, found in sorted(soak.lost.items())]
     events = Counter(json.loads(x)["event"] for x in (soak.run / "metrics.jsonl").open() if '"kind": "event"' in x)
     by_kind = ", ".join(f"{kind} {soak.counts[kind]}" for kind in KINDS)
     again = (soak.folder / "console.txt").read_text(errors="replace").count(": starting again")
     rows = [
         ("faults", f"{by_kind}; {sum(soak.counts.values())} in all"),
         ("starts", f"1 by hand, {again} by itself after a fault, {soak.codes[75]} after it was told to stop"),
+        ("seconds until a new step, mean", ", ".join(lost) or "no fault"),
         ("what the run noted", ", ".join(f"{name} {count}" for name, count in sorted(events.items()))),
         ("goodput", f"{100 * goodput:.1f} %: {steps} steps of {1000 * step_seconds:.1f} ms in {wall:.0f} s"),
+        ("by the run's own clock", f"{100 * own / wall:.1f} %: those steps, saves left out, took it {own:.0f} s"),
     ]
     checks = [
         ("loss curve", stormy == calm, f"{len(stormy)} steps bit-equal to the run without faults"),

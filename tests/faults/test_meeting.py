@@ -98,7 +98,8 @@ def two_hosts(name: str):
 def test_a_cut_network(data, tmp_path, cut):
     """F39: a short cut is survived; a long one ends both sides within the time-out and 35 s, and names it."""
     config = write_config(tmp_path, data)
-    words = overrides(train__steps=100_000, train__eval_interval=0, log__interval=1000, train__timeout_seconds=12)
+    words = overrides(train__steps=100_000, train__eval_interval=0, log__interval=1000, train__timeout_seconds=12,
+                      guard__save_timeout_seconds=12)  # the cut may fall into a save, too
     with two_hosts("mfp8") as ends:
         ranks = [
             subprocess.Popen(
