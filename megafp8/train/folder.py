@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.folders import candidates, latest, step_of
+from megafp8.checkpoint.folders import candidates, damaged, latest, step_of
 from megafp8.core.config import build, dump_toml, load_toml, to_dict
 from megafp8.core.errors import ConfigError, ResourceError
 from megafp8.core.jsonio import resource_error, write_atomic
@@ -48,7 +48,7 @@ def prepare(config: RunConfig) -> None:
     """Make the folder, refuse one of another run, write config.toml; rank 0 only, under the run's lock.
 
     Raises:
-        ConfigError: the folder holds a run of another configuration; the keys that differ are named.
+        ConfigError: the folder holds checkpoints of another configuration; the keys that differ are named.
         ResourceError: the folder cannot be written.
     """
     folder = config.dir
@@ -103,7 +103,12 @@ def local_root(config: RunConfig) -> Path | None:
 
 
 def refuse_other(config: RunConfig) -> None:
-    """Raise ConfigError if the folder holds a run of another configuration; looks, and changes nothing."""
+    """Raise ConfigError if the folder holds a run of another configuration; looks, and changes nothing.
+
+    A run that ended before its first checkpoint has left nothing that could be gone on from: another may begin there.
+    """
+    if not _has_checkpoints(config.dir):
+        return
     path = config.dir / "config.toml"
     changed = changes(_with_defaults(load_toml(path)), to_dict(config)) if path.exists() else {}
     way_out = "choose another run.dir or delete it"
@@ -118,6 +123,12 @@ def refuse_other(config: RunConfig) -> None:
         shown = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in list(changed.items())[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise ConfigError(f"{config.dir}: holds a run of another configuration ({shown}{more}); {way_out}")
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Whether a run has left any there, damaged ones included, or may have left local ones on its nodes."""
+    root = folder / "checkpoints"
+    return bool(candidates(root) or damaged(root)) or (folder / _ID).exists()
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:

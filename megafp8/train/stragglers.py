@@ -20,6 +20,7 @@ from megafp8.parallel.mesh_config import RANK_ORDER
 
 logger = get_logger(__name__)
 _IN_A_ROW = 3  # comparisons that must find the same rank: one or two may have met a neighbour's burst
+_LEAST_SPAN_SECONDS = 2.0  # and over so long: three comparisons of steps of 20 ms are over within one burst
 _LEAST_SECONDS = 0.005  # what a step must lose by it: below, the operating system's own turns look like a slow rank
 
 
@@ -60,6 +61,9 @@ class StragglerWatch:
         self._fence = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
         self._times: list[float] = []
         self._seen: dict[int, int] = {}  # rank -> comparisons in a row that found it slow
+        self._since: dict[int, float] = {}  # rank -> seconds over which they did
+        self._named: set[int] = set()
+        self._compared = time.monotonic()
         self._began = self._waited = 0.0
         self.on = interval > 0 and mesh.world > mesh.size("pp")  # someone does the same work
 
@@ -80,16 +84,23 @@ class StragglerWatch:
         WAITING.fence = None
         if step % self._interval or not self._times:
             return [], []
-        mine = torch.tensor([[statistics.median(self._times), float(self._mesh.coord("pp"))]], dtype=torch.float64)
+        now = time.monotonic()
+        row = [statistics.median(self._times), float(self._mesh.coord("pp")), now - self._compared]
+        mine = torch.tensor([row], dtype=torch.float64)
+        self._compared = now
         self._times.clear()
         rows = all_gather(mine.to(self._device), self._mesh.group_of(RANK_ORDER)).tolist()
-        return self._compare([row[0] for row in rows], [int(row[1]) for row in rows])
+        # the span of one rank for all: they must come to the same end
+        return self._compare([row[0] for row in rows], [int(row[1]) for row in rows], rows[0][2])
 
-    def _compare(self, busy: list[float], stages: list[int]) -> tuple[list[Straggler], list[int]]:
+    def _compare(self, busy: list[float], stages: list[int], span: float) -> tuple[list[Straggler], list[int]]:
         slow = slow_ranks(busy, stages, self._ratio)
-        gone = [rank for rank, times in self._seen.items() if times >= _IN_A_ROW and rank not in slow]
+        gone = sorted(self._named - slow.keys())
         self._seen = {rank: self._seen.get(rank, 0) + 1 for rank in slow}
-        new = [rank for rank in slow if self._seen[rank] == _IN_A_ROW]
+        self._since = {rank: self._since.get(rank, 0.0) + span for rank in slow}
+        told = {r for r in slow if self._seen[r] >= _IN_A_ROW and self._since[r] >= _LEAST_SPAN_SECONDS}
+        new = sorted(told - self._named)
+        self._named = told | (self._named & slow.keys())
         if not new:  # all ranks see the same numbers
             return [], gone
         host = {str(self._mesh.rank): socket.gethostname()} if self._mesh.rank in new else {}

@@ -11,6 +11,7 @@ from megafp8.core.errors import CorruptionError
 from megafp8.parallel.collectives import all_reduce_
 from megafp8.parallel.mesh import build_mesh
 from megafp8.parallel.mesh_config import ParallelConfig
+from megafp8.train import stragglers
 from megafp8.train.replicas import check_replicas, explain, fingerprint
 from megafp8.train.step import train_step
 from megafp8.train.stragglers import StragglerWatch, slow_ranks
@@ -79,7 +80,10 @@ def test_one_bit_on_one_replica_is_found_and_named(world, parallel, dtype, kind,
         assert text.count("on one of ranks") + text.count("on rank") == 1, text
 
 
-def _paced(rank: int, world: int, slow: int, steps: int) -> list[tuple[int, list[int], list[int]]]:
+def _paced(
+    rank: int, world: int, slow: int, steps: int, least_span: float = 0.2
+) -> list[tuple[int, list[int], list[int]]]:
+    stragglers._LEAST_SPAN_SECONDS = least_span  # steps here are of 10 ms
     mesh = build_mesh(ParallelConfig(), world)
     watch = StragglerWatch(mesh, torch.device("cpu"), interval=5, ratio=2.0)
     told = []
@@ -99,6 +103,11 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_no_other_ever():
     for told in run_ranks(_paced, 3, 1, 45):
         (step, found, gone), (end, none, over) = told
         assert (found, gone, none, over) == ([1], [], [], [1]) and 8 < step <= 28 and 30 < end <= 40
+
+
+def test_a_burst_is_no_slow_rank():
+    """The same 22 steps, which are over within 2 s."""
+    assert run_ranks(_paced, 3, 1, 45, stragglers._LEAST_SPAN_SECONDS) == [[]] * 3
 
 
 def test_only_ranks_that_do_the_same_work_are_compared():

@@ -24,8 +24,24 @@ def _config(tmp_path: Path, *overrides: str):
     return load_run_config(TINY, ["--run.dir", str(tmp_path / "run"), *overrides])
 
 
-def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
+def _begun(tmp_path: Path) -> None:
+    """A run that has saved."""
     folder.prepare(_config(tmp_path))
+    (tmp_path / "run/checkpoints/step_00000004").mkdir(parents=True)
+
+
+def test_what_a_run_left_that_never_saved_is_no_run(tmp_path):
+    folder.prepare(_config(tmp_path))
+    other = _config(tmp_path, "--optimizer.lr", "0.5", "--data.train", '[{path = "elsewhere"}]')
+    folder.prepare(other)
+    assert "elsewhere" in (tmp_path / "run/config.toml").read_text()
+    (tmp_path / "run/checkpoints/step_00000004.damaged-1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr was 0\.5"):
+        folder.prepare(_config(tmp_path))
+
+
+def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
+    _begun(tmp_path)
     before = (tmp_path / "run/config.toml").read_bytes()
     with pytest.raises(ConfigError, match=r"optimizer\.lr was 0\.002, is 0\.5"):
         folder.prepare(_config(tmp_path, "--optimizer.lr", "0.5"))
@@ -33,7 +49,7 @@ def test_a_folder_of_another_run_is_refused_and_untouched(tmp_path):
 
 
 def test_length_logging_and_ranks_may_change(tmp_path):
-    folder.prepare(_config(tmp_path))
+    _begun(tmp_path)
     free = ["--train.steps", "900", "--parallel.tp", "2", "--log.interval", "1", "--precision.fp8_param_gather", "true"]
     folder.prepare(_config(tmp_path, *free))
     assert folder.changes(to_dict(_config(tmp_path)), to_dict(_config(tmp_path, "--run.seed", "7"))) == {
@@ -42,7 +58,7 @@ def test_length_logging_and_ranks_may_change(tmp_path):
 
 
 def test_other_training_files_are_refused_unless_they_are_meant(tmp_path):
-    folder.prepare(_config(tmp_path))
+    _begun(tmp_path)
     other = ["--data.train", '[{path = "elsewhere"}]']
     with pytest.raises(ConfigError, match=r"data\.train was .*elsewhere.*; .*data\.allow_changed_corpus = true"):
         folder.prepare(_config(tmp_path, *other))
@@ -54,7 +70,7 @@ def test_other_training_files_are_refused_unless_they_are_meant(tmp_path):
 
 
 def test_another_precision_is_refused_unless_it_is_meant(tmp_path):
-    folder.prepare(_config(tmp_path))
+    _begun(tmp_path)
     other = ["--precision.recipe", "delayed", "--precision.warmup_steps", "3"]
     with pytest.raises(ConfigError, match=r"precision\.recipe was 'none', is .*checkpoint\.change_precision = true"):
         folder.prepare(_config(tmp_path, *other))
