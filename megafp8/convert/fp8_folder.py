@@ -18,7 +18,7 @@ from megafp8.convert.fp8_verify import verify_quantized
 from megafp8.convert.fp8_weights import E4M3_MAX, Scheme, lines_of, parts, quantize_fused, refusal
 from megafp8.convert.hf import write_sidecars
 from megafp8.convert.hf_files import shard_names, write_index
-from megafp8.convert.memory import OF_QUANTIZED, check_memory
+from megafp8.convert.memory import check_memory
 from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source, unrounded
 from megafp8.convert.stream import Group, Made, Output, write_groups
@@ -108,7 +108,7 @@ def to_quantized(
         theirs, spec = hf_config(model.config), model.tokenizer(tokenizer)
         _refuse(model.config, options)
         if verify:
-            check_memory(model.config, OF_QUANTIZED, say)
+            check_memory(model.config, say)
         amaxes = Amaxes("none needed", {})
         if options.needs_inputs:
             amaxes = find_amaxes(model, options.calibration, tokenizer=tokenizer, kv=options.kv_cache, say=say)

@@ -1,4 +1,4 @@
-"""Inputs of linears in transformers' model of a quantized folder: do the stored scales fit them, and rounded by them.
+"""Inputs of linears in transformers' model of a quantized folder: rounded by the stored scales; do these fit them?
 
 Experts, which transformers 5 keeps fused in one module, are computed one after the other here, so that what each of
 their matrices is multiplied with can be looked at.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megafp8.convert.by_layer import LAYER
 from megafp8.convert.fp8_read import Decoded
 
 Tensor = torch.Tensor
@@ -25,29 +26,53 @@ _FIRST, _SECOND = ("w1", "w3", "gate_proj", "up_proj"), ("w2", "down_proj")
 See = Callable[[str, Tensor], Tensor]  # (foreign name of a linear, its input) -> the input to compute with
 
 
-def watch_inputs(model: Any, decoded: Decoded, ids: Tensor, problems: list[str]) -> dict[str, float]:
-    """The share of each linear's inputs that its scale clips, on text that the scale was not made from."""
-    seen: dict[str, _Seen] = {}
+class Inputs:
+    """Rounds inputs as a server does, layer by layer, and watches whether their scales fit.
 
-    def watch(name: str, x: Tensor) -> Tensor:
-        seen[name] = _Seen(_limit(decoded, name), x)
-        return x
+    Attributes:
+        shares: of each linear's inputs that its scale clips, on text that the scale was not made from; those above 0.
+    """
 
-    if not decoded.input_scales:
-        return {}
-    with _through(model, decoded, watch):
-        model(ids)
-    for name, found in seen.items():
-        if found.is_wrong(few=".experts." in name):
-            problems.append(
-                f"{name}: inputs up to {found.largest:.3g} do not fit a scale made for {found.limit:.3g} "
-                f"({found.share:.2%} clipped)"
-            )
-    for name in decoded.input_scales.keys() - seen.keys():  # experts to which the text sent no token
-        alike = {other.limit for known, other in seen.items() if _kind(known) == _kind(name)}
-        if alike and _limit(decoded, name) not in alike:
-            problems.append(f"{name}: no text reached it, and its input scale is not that of the other experts")
-    return {name: found.share for name, found in seen.items() if found.share > 0}
+    def __init__(self, decoded: Decoded) -> None:
+        self._decoded = decoded
+        self._seen: dict[str, _Seen] = {}
+
+    @contextmanager
+    def within(self, model: Any, number: int) -> Iterator[None]:
+        """In it, quantized linears of layer `number`, which is all that `model` has, compute with rounded inputs."""
+        ours = {}
+        for name in self._decoded.steps:
+            found = LAYER.match(name)
+            if found and int(found[2]) == number:
+                ours[LAYER.sub(r"\1.0.", name).removesuffix(".weight")] = name.removesuffix(".weight")
+        with _through(model, list(ours), lambda name, x: self._served(ours[name], x)):
+            yield
+
+    def _served(self, name: str, x: Tensor) -> Tensor:
+        if name in self._decoded.input_scales:
+            self._seen[name] = _Seen(_limit(self._decoded, name), x)
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX  # as it comes, a token at a time
+        if self._decoded.algorithm == "FP8":
+            scale = torch.tensor(self._decoded.input_scales[name])
+        return as_served(x, scale)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: found.share for name, found in self._seen.items() if found.share > 0}
+
+    def problems(self) -> list[str]:
+        """Scales that do not fit what was seen."""
+        found = [
+            f"{name}: inputs up to {seen.largest:.3g} do not fit a scale made for {seen.limit:.3g} "
+            f"({seen.share:.2%} clipped)"
+            for name, seen in self._seen.items()
+            if seen.is_wrong(few=".experts." in name)
+        ]
+        for name in self._decoded.input_scales.keys() - self._seen.keys():  # experts to which the text sent no token
+            alike = {seen.limit for known, seen in self._seen.items() if _kind(known) == _kind(name)}
+            if alike and _limit(self._decoded, name) not in alike:
+                found.append(f"{name}: no text reached it, and its input scale is not that of the other experts")
+        return found
 
 
 class _Seen:
@@ -79,24 +104,9 @@ def as_served(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 @contextmanager
-def rounded_inputs(model: Any, decoded: Decoded) -> Iterator[None]:
-    """Within it, linears see their inputs as FP8 codes under the stored scales, or under scales of each token."""
-
-    def rounded(name: str, x: Tensor) -> Tensor:
-        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / E4M3_MAX  # as it comes, a token at a time
-        if decoded.algorithm == "FP8":
-            scale = torch.tensor(decoded.input_scales[name])
-        return as_served(x, scale)
-
-    with _through(model, decoded, rounded):
-        yield
-
-
-@contextmanager
-def _through(model: Any, decoded: Decoded, see: See) -> Iterator[None]:
-    """Within it, every quantized linear computes with what `see` makes of its input."""
+def _through(model: Any, names: list[str], see: See) -> Iterator[None]:
+    """Within it, each of these linears computes with what `see` makes of its input."""
     known = dict(model.named_modules())
-    names = [name.removesuffix(".weight") for name in decoded.steps]
     with ExitStack() as stack:
         for name in names:
             if name in known:

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megafp8.convert.fp8_inputs import CLIPPED, E4M3_MAX, SMALLEST, as_served, rounded_inputs, watch_inputs
-from megafp8.convert.fp8_read import Decoded, read_quantized
+from megafp8.convert.by_layer import Read, TheirModel, our_logits, our_model
+from megafp8.convert.fp8_inputs import CLIPPED, E4M3_MAX, SMALLEST, Inputs, as_served
+from megafp8.convert.fp8_read import Decoded, Lazy, read_quantized
 from megafp8.convert.optional import load
 from megafp8.convert.source import Source, unrounded
-from megafp8.convert.verify_hf import logit_bound, reload, sample_ids
+from megafp8.convert.verify_hf import logit_bound, sample_ids
 from megafp8.core.errors import CheckpointError
 from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import load_tokenizer
-from megafp8.infer.weights import build_model
 from megafp8.models import ModelConfig
 from megafp8.models.decoder import Decoder
 from megafp8.models.names import join, resolved_rules, split
@@ -38,15 +38,11 @@ _RMS = {"FP8": 0.03, "FP8_CHANNEL": 0.03, "FP8_PB_WO": 0.03, "NVFP4": 0.13}
 
 def verify_quantized(folder: Path, source: Source, spec: str, say: Callable[[str], Any]) -> dict[str, Any]:
     """`verify_decoded` of a quantized Hugging Face folder."""
-    return verify_decoded(folder, read_quantized(folder), source, spec, say)
+    return verify_decoded(read_quantized(folder), source, spec, say)
 
 
-def verify_decoded(
-    folder: Path, decoded: Decoded, source: Source, spec: str, say: Callable[[str], Any]
-) -> dict[str, Any]:
-    """Compare what a reader found in `folder` with the source; returns what was found, for the record.
-
-    `decoded` loses its tensors on the way, for they take memory.
+def verify_decoded(decoded: Decoded, source: Source, spec: str, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Compare what a reader found with the source; returns what was found, for the record.
 
     Raises:
         CheckpointError: anything out of bounds; all of it, in one line.
@@ -56,45 +52,32 @@ def verify_decoded(
     problems, worst = _compare_tensors(decoded, source)
     say(f"tensors: {len(decoded.steps)} quantized, largest relative RMS error {worst:.4f}, the others exact")
     ids, routed = sample_ids(source.config, load_tokenizer(spec)), bool(source.config.moe.num_experts)
-    as_ours = _as_ours(decoded, source)
-    # each model is gone before the next is made
-    exact = _logits(source.config, {n: t.double() for n, t in as_ours.items()}, ids)
-    same = build_model(source.config, as_ours)
-    with torch.inference_mode():
-        mine = same(ids)[0].double()
-        cached = _with_cache(same, decoded, ids, problems) if decoded.kv_scales else None
-    del as_ours, same
-    with _served(transformers, folder, decoded) as theirs, torch.inference_mode():
-        plain = theirs(ids).logits[0].double()
-        bound, rows = logit_bound(exact, mine, routed=routed), (mine - plain).abs().amax(-1)
-        largest = float(rows.median() if routed else rows.max())
-        if not largest <= bound:
-            problems.append(f"logits of the decoded weights: transformers' differ by {largest:.3g} (bound {bound:.3g})")
-        shares = watch_inputs(theirs, decoded, ids, problems)
-        with rounded_inputs(theirs, decoded):
-            quantized = theirs(ids).logits[0].double()
-    del theirs
-    decoded.tensors.clear()
-    reference = _logits(source.config, {n: source.read(n, torch.float32) for n in source.shapes}, ids)
+    theirs, inputs, decode = decoded_model(transformers, decoded), Inputs(decoded), as_ours(decoded, source.config)
+    reference = our_logits(source.config, lambda name: source.read(name, torch.float32), ids, torch.float32)
+    exact, mine = (our_logits(source.config, decode, ids, dtype) for dtype in (torch.float64, torch.float32))
+    plain = theirs.logits(ids, torch.float32)
+    bound, rows = logit_bound(exact, mine, routed=routed), (mine - plain).abs().amax(-1)
+    largest = float(rows.median() if routed else rows.max())
+    if not largest <= bound:
+        problems.append(f"logits of the decoded weights: transformers' differ by {largest:.3g} (bound {bound:.3g})")
+    quantized = theirs.logits(ids, torch.float32, inputs.within) if decoded.steps else plain
+    problems += inputs.problems()
     kinds = {"weights": plain, **({"weights and activations": quantized} if decoded.steps else {})}
     figures = {what: _distance(reference, logits, ids) for what, logits in kinds.items()}
-    if cached is not None:
-        figures["weights, FP8 cache"] = _distance(reference, cached, ids)
+    if decoded.kv_scales:
+        same = our_model(source.config, decode, torch.float32)
+        figures["weights, FP8 cache"] = _distance(reference, _with_cache(same, decoded, ids, problems), ids)
     for what, found in figures.items():
         say(f"{what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     if decoded.input_scales:
-        most = f"; most in {(name := max(shares, key=shares.__getitem__))}, {shares[name]:.3%}" if shares else ""
-        say(f"clipped inputs: in {len(shares)} of {len(decoded.input_scales)} linears{most}")
+        shares = inputs.shares
+        most = max(shares, key=shares.__getitem__, default="")
+        where = f"; most in {most}, {shares[most]:.3%}" if most else ""
+        say(f"clipped inputs: in {len(shares)} of {len(decoded.input_scales)} linears{where}")
     _judge(figures, problems)
     if problems:
         raise CheckpointError(f"the written folder does not say what the model says: {'; '.join(problems[:8])}")
-    return {"comparisons": figures, "clipped": shares, "largest_rms": worst}
-
-
-@torch.inference_mode()
-def _logits(config: ModelConfig, tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """[S, V] in fp64 of our model over these tensors."""
-    return build_model(config, tensors)(ids)[0].double()
+    return {"comparisons": figures, "clipped": inputs.shares, "largest_rms": worst}
 
 
 def _compare_tensors(decoded: Decoded, source: Source) -> tuple[list[str], float]:
@@ -133,28 +116,35 @@ def _half_step(decoded: Decoded, name: str, wanted: Tensor) -> Tensor:
     return torch.maximum(wanted.abs() * 2.0**-4, step * 2.0**-10) * (1 + 2.0**-20)
 
 
-def _as_ours(decoded: Decoded, source: Source) -> dict[str, Tensor]:
-    """The decoded weights under our names, fp32."""
-    tensors = {}
-    for rule in resolved_rules(source.config):
-        parts = [decoded.tensors[name] for name in rule.theirs]
+def as_ours(decoded: Decoded, config: ModelConfig) -> Read:
+    """The decoded weights under our names, fp32, each when asked for."""
+    rules = {rule.ours: rule for rule in resolved_rules(config)}
+
+    def read(name: str) -> Tensor:
+        rule = rules[name]
+        parts = [decoded.tensors[theirs] for theirs in rule.theirs]
         if rule.kind.startswith("conv1d") and rule.theirs[0] in decoded.steps:
             parts = [part.T for part in parts]
-        tensors[rule.ours] = join(source.config, rule, parts).float()
-    return tensors
+        whole: Tensor = join(config, rule, parts).float()
+        return whole
+
+    return read
 
 
-@contextmanager
-def _served(transformers: Any, folder: Path, decoded: Decoded) -> Iterator[Any]:
-    """transformers' own model over the decoded weights, in fp32."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.decoded") as name:
-        place = Path(name)
-        turned = dict(decoded.tensors)
-        if decoded.config["model_type"] == "gpt2":  # its class keeps [in, out]
-            turned |= {n: decoded.tensors[n].T.contiguous() for n in decoded.steps}
-        load("safetensors.torch").save_file(turned, place / "model.safetensors", metadata={"format": "pt"})
-        write_json(place / "config.json", {**decoded.config, "dtype": "float32", "torch_dtype": "float32"})
-        yield reload(transformers, place, torch.float32)
+def decoded_model(transformers: Any, decoded: Decoded) -> TheirModel:
+    """transformers' own model over the decoded weights."""
+    with tempfile.TemporaryDirectory() as place:  # as it reads a folder's
+        write_json(Path(place) / "config.json", decoded.config)
+        config = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
+    tensors = Lazy()
+    tensors.made |= decoded.tensors.made
+    if decoded.config["model_type"] == "gpt2":  # its class keeps [in, out]
+        tensors.made |= {name: partial(_turned, decoded, name) for name in decoded.steps}
+    return TheirModel(transformers, config, tensors, decoded.shapes.__getitem__)
+
+
+def _turned(decoded: Decoded, name: str) -> Tensor:
+    return decoded.tensors[name].T.contiguous()
 
 
 class _Fp8Cache(KeyValueCache):

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from megafp8 import __version__
 from megafp8.checkpoint.folders import candidates
+from megafp8.convert.by_layer import Folder
 from megafp8.convert.checkpoint_out import write_checkpoint
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.hf_files import shard_names, write_index
 from megafp8.convert.hf_tokenizer import write_tokenizer
-from megafp8.convert.memory import OF_WEIGHTS, check_memory
+from megafp8.convert.memory import check_memory
 from megafp8.convert.source import HuggingFaceFolder, Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
 from megafp8.convert.verify_hf import Report, verify_folder
@@ -50,7 +50,7 @@ def to_hf(
     Args:
         dtype: of the weights: "bf16", "fp16", "fp32"; rounded once, from the fp32 masters.
         tokenizer: where its file is, if it has moved since training.
-        verify: reload with transformers and compare logits, tokenizer ids and a greedy sample.
+        verify: run it through transformers and compare logits and tokenizer ids.
         workers: threads that read, round and write; 0: as many as there are cores, at most 8.
         say: takes lines for people.
 
@@ -76,7 +76,7 @@ def to_hf(
             return None
         theirs, spec = hf_config(model.config), model.tokenizer(tokenizer)
         if verify:
-            check_memory(model.config, OF_WEIGHTS, say)
+            check_memory(model.config, say)
         with Beside(out) as folder:
             say(f"{model.path}: {sum(map(_numel, model.shapes.values())):,} parameters as {dtype}")
             written = write_groups(folder, model, hf_groups(model, DTYPES[dtype]), workers=workers, say=say)
@@ -139,8 +139,10 @@ def write_sidecars(folder: Path, source: Source, theirs: dict[str, Any], spec: s
 
 
 def _verified(folder: Path, model: Source, spec: str, dtype: torch.dtype, say: Callable[[str], Any]) -> Report:
-    tensors = {name: model.read(name, model.written_dtype(name, dtype)) for name in model.shapes}
-    report = verify_folder(folder, model.config, tensors, load_tokenizer(spec))
+    def read(name: str) -> torch.Tensor:
+        return model.read(name, model.written_dtype(name, dtype))
+
+    report = verify_folder(folder, model.config, read, dtype, load_tokenizer(spec))
     for line in report.lines():
         say(line)
     if report.problems:
@@ -184,7 +186,7 @@ def from_hf(
         raise ResourceError(f"{out}: holds checkpoints already; choose another folder")
     with HuggingFaceFolder(source) as model:
         if verify:
-            check_memory(model.config, OF_WEIGHTS, say)
+            check_memory(model.config, say)
         meta: dict[str, Any] = {
             "step": 0,
             "consumed_samples": 0,
@@ -207,9 +209,11 @@ def _verify_import(source: Source, folder: Path, *, say: Callable[[str], Any]) -
 
     Without the tokenizer: which one goes with the model is settled when something is trained or exported.
     """
-    stored = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    ours = {name: stored[stored_name(name)].to(dtype) for name, dtype in source.dtypes.items()}
-    report = verify_folder(source.path, source.config, ours, None)
+    dtype = next(iter(source.dtypes.values()))
+    with Folder(folder) as stored:
+        report = verify_folder(
+            source.path, source.config, lambda n: stored[stored_name(n)].to(source.dtypes[n]), dtype, None
+        )
     for comparison in report.logits:
         say(str(comparison))
     if report.problems:

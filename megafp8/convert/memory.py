@@ -1,8 +1,9 @@
-"""Whether a verification fits in memory, told before anything is written: it runs the whole model, more than once."""
+"""Whether a verification fits in memory, told before anything is written: it runs the model layer by layer."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,29 @@ from megafp8.core.errors import ResourceError
 from megafp8.infer.weights import weight_shapes
 from megafp8.models import ModelConfig
 
-# Bytes a parameter, measured (docs/convert.md): the weights as they are stored, and our model in fp64 over them; for
-# quantized ones also what they decode to, in fp32, and where readers store them one after the other, joined.
-OF_WEIGHTS = 12.5
-OF_QUANTIZED = 17.5
+_OF_PART = 12.5  # bytes a parameter of the largest layer, measured (docs/convert.md): as stored, and in fp64 over that
+OF_RANKS = 4.0  # bytes a parameter of the whole, which the reader of native checkpoints holds: as stored, and joined
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_memory(config: ModelConfig, bytes_each: float, say: Callable[[str], Any]) -> None:
+def check_memory(config: ModelConfig, say: Callable[[str], Any], *, whole: float = 0.0) -> None:
     """Say how much memory the verification of such a model takes.
+
+    Args:
+        whole: bytes a parameter that are held of the whole model.
 
     Raises:
         ResourceError: less is free.
     """
-    need = bytes_each * sum(math.prod(shape) for shape in weight_shapes(config).values())
+    parts: Counter[str] = Counter()
+    for name, shape in weight_shapes(config).items():
+        parts[".".join(name.split(".")[:2]) if name.startswith("layers.") else ""] += math.prod(shape)
+    need = _OF_PART * (parts.pop("") + max(parts.values())) + whole * parts.total()  # the ends run with a layer
     free = free_memory()
     if free is not None and need > free:
         raise ResourceError(
-            f"verification runs the whole model, which takes about {need / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB "
-            "are free: convert on a machine with more, or with --no-verify, which needs twice the largest tensors"
+            f"verification runs the model layer by layer, which takes about {need / 1e9:.1f} GB of memory; "
+            f"{free / 1e9:.1f} GB are free: convert on a machine with more, or with --no-verify, which needs less"
         )
     if need > 1e9:
         say(f"verification will take about {need / 1e9:.1f} GB of memory; the conversion itself takes far less")

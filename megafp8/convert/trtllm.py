@@ -17,7 +17,7 @@ from megafp8 import __version__
 from megafp8.convert.folder import RECORD_NAME, Beside, is_done
 from megafp8.convert.fp8_verify import verify_decoded
 from megafp8.convert.fp8_weights import E4M3_MAX, lines_of, quantize_fused
-from megafp8.convert.memory import OF_QUANTIZED, check_memory
+from megafp8.convert.memory import OF_RANKS, check_memory
 from megafp8.convert.scales import Amaxes, Calibration, find_amaxes, linears_of
 from megafp8.convert.source import Source, open_source
 from megafp8.convert.stream import Group, Made, Output, write_groups
@@ -73,7 +73,7 @@ def to_trtllm(
             say(f"{out}: already made from {model.path}")
             return
         if verify:
-            check_memory(model.config, OF_QUANTIZED, say)
+            check_memory(model.config, say, whole=OF_RANKS)
         amaxes = Amaxes("none needed", {})
         if fp8 or kv_cache:
             amaxes = find_amaxes(model, calibration, tokenizer=tokenizer, kv=kv_cache, say=say)
@@ -91,7 +91,7 @@ def to_trtllm(
                 say(line)
             found = {}
             if verify:
-                found = verify_decoded(folder, read_ranks(folder), model, model.tokenizer(tokenizer), say)
+                found = verify_decoded(read_ranks(folder), model, model.tokenizer(tokenizer), say)
             record |= {"verified": verify, "activations": amaxes.origin, "linears": linears, **found}
             write_json(folder / RECORD_NAME, record)
     say(f"{out}: {target.tp * target.pp} ranks written, {'verified' if verify else 'not verified'}")

@@ -106,16 +106,16 @@ class _Joined:
         head = torch.cat(self._take(last, "lm_head.weight", (rows, hidden)))
         if bool(head[vocab:].any()):
             self.problems.append("lm_head.weight: rows behind the vocabulary are not zero")
-        self.found.tensors[f"{names[0]}.weight"] = embedding
+        self._keep(f"{names[0]}.weight", embedding)
         self.found.config["tie_word_embeddings"] = tied = torch.equal(head[:vocab], embedding)
         if not tied:
-            self.found.tensors["lm_head.weight"] = head[:vocab]
+            self._keep("lm_head.weight", head[:vocab])
         for ending in ("weight", "bias") if gpt else ("weight",):
-            self.found.tensors[f"{names[1]}.{ending}"] = self._same(last, f"transformer.ln_f.{ending}", (hidden,))
+            self._keep(f"{names[1]}.{ending}", self._same(last, f"transformer.ln_f.{ending}", (hidden,)))
         if gpt:
             positions = (self.config["max_position_embeddings"], hidden)
-            self.found.tensors["transformer.wpe.weight"] = self._same(
-                0, "transformer.position_embedding.weight", positions
+            self._keep(
+                "transformer.wpe.weight", self._same(0, "transformer.position_embedding.weight", positions)
             )
 
     def _layer(self, stage: int, local: str, number: int) -> None:
@@ -124,11 +124,11 @@ class _Joined:
         norms = ("ln_1", "ln_2") if gpt else ("input_layernorm", "post_attention_layernorm")
         for ending in ("weight", "bias") if gpt else ("weight",):
             for theirs, name in zip(norms, ("input_layernorm", "post_layernorm"), strict=True):
-                self.found.tensors[f"{stem}{theirs}.{ending}"] = self._same(stage, f"{local}{name}.{ending}", (hidden,))
+                self._keep(f"{stem}{theirs}.{ending}", self._same(stage, f"{local}{name}.{ending}", (hidden,)))
         if self.kind.startswith("qwen3"):
             for x in "qk":
                 norm = self._same(stage, f"{local}attention.{x}_layernorm.weight", (self.dim,))
-                self.found.tensors[f"{stem}self_attn.{x}_norm.weight"] = norm
+                self._keep(f"{stem}self_attn.{x}_norm.weight", norm)
         self._attention(stage, local, stem)
         if "moe" in self.config:
             self._experts(stage, local, stem)
@@ -195,7 +195,7 @@ class _Joined:
         router = self._same(stage, f"{local}mlp.router.weight", (count, hidden))
         if router.dtype != torch.float32:
             self.problems.append(f"{local}mlp.router.weight is {router.dtype}, not fp32")
-        self.found.tensors[f"{block}gate.weight"] = router
+        self._keep(f"{block}gate.weight", router)
         each, shares = count // self.ep, self.tp // self.ep
         width = self.config["intermediate_size"] // shares
         fc = self._take(stage, f"{local}mlp.fc.weight", (each, 2 * width, hidden))
@@ -237,18 +237,23 @@ class _Joined:
         if not all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales):
             self.problems.append(f"{name}: a scale is not finite and positive")
 
+    def _keep(self, name: str, tensor: Tensor, scale: Tensor | None = None) -> None:
+        """`tensor` as it is, or codes, which are decoded when asked for."""
+        self.found.tensors.made[name] = lambda: tensor if scale is None else tensor.float() * scale
+        self.found.shapes[name] = tuple(tensor.shape)
+
     def _put(
         self, module: str, ending: str, tensor: Tensor, scales: tuple[Tensor, Tensor] | None, *, conv: bool = False
     ) -> None:
         """Keep a tensor, decoded; GPT-2's class has its unquantized weights as [in, out]."""
         name = f"{module}.{ending}"
         if scales is None:
-            self.found.tensors[name] = tensor.T.contiguous() if conv and ending == "weight" else tensor
+            self._keep(name, tensor.T.contiguous() if conv and ending == "weight" else tensor)
             return
         if tensor.dtype != torch.float8_e4m3fn:
             self.problems.append(f"{name} is {tensor.dtype}, the configuration says FP8")
-        self.found.tensors[name] = tensor.float() * scales[0]
-        self.found.steps[name] = scales[0]
+        self._keep(name, tensor, scales[0])
+        self.found.steps.made[name] = lambda: scales[0]
         self.found.input_scales[module] = float(scales[1])
 
 

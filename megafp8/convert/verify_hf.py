@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
+from megafp8.convert.by_layer import Folder, Read, TheirModel, our_logits
 from megafp8.convert.hf_tokenizer import UNIGRAM
 from megafp8.convert.optional import load
 from megafp8.core.errors import CheckpointError
 from megafp8.data.tokenizer import Tokenizer
-from megafp8.infer.generate import generate
-from megafp8.infer.weights import build_model, in_dtype
 from megafp8.models import ModelConfig
-from megafp8.models.decoder import Decoder
 
 # Scripts, digits, code, white space of all kinds, characters outside a vocabulary: what tokenizers get wrong.
 TEXTS = (
@@ -37,9 +35,7 @@ TEXTS = (
     "A",
     "",
 )  # fmt: skip
-PROMPT = "The quick brown fox"
 _MAX_TOKENS = 512
-_NEW_TOKENS = 16
 _SAFETY = 8  # see logit_bound
 _OBEDIENT = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that do what tokenizer.json says
 _UNIT = 2.0**-24  # the largest relative error of one rounding to fp32
@@ -75,8 +71,6 @@ class Report:
     logits: tuple[LogitComparison, ...]
     texts: int
     texts_differing: tuple[str, ...]
-    sample: str
-    sample_theirs: str
     tokenizer_class: str = ""  # that which transformers made of the files, where it has rules of its own
 
     @property
@@ -89,28 +83,26 @@ class Report:
                 f"transformers opens a tokenizer of this model_type as {self.tokenizer_class}, whose own rules replace "
                 "those of tokenizer.json: train with such a tokenizer, or a family without that rule (llama, qwen3)"
             )
-        if self.sample != self.sample_theirs:
-            found.append(f"greedy samples differ: ours {self.sample!r}, theirs {self.sample_theirs!r}")
         return found
 
     def lines(self) -> Iterator[str]:
         """For people."""
         yield from map(str, self.logits)
         yield f"tokenizer: ids equal for {self.texts - len(self.texts_differing)} of {self.texts} texts"
-        same = "the same from both" if self.sample == self.sample_theirs else f"theirs {self.sample_theirs!r}"
-        yield f"greedy sample ({same}): {self.sample!r}"
 
 
 def verify_folder(
     folder: Path,
     config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
+    read: Read,
+    stored: torch.dtype,
     tokenizer: Tokenizer | None,
 ) -> Report:
-    """Reload `folder` with transformers and compare it with our own model.
+    """Run `folder` through transformers, layer by layer, and compare it with our own model.
 
     Args:
-        tensors: our weights by our names, in the dtype that was written.
+        read: our weights by our names, in the dtypes that were written.
+        stored: of most of them.
         tokenizer: the one that trained the model; None: the folder has none.
 
     Raises:
@@ -119,17 +111,16 @@ def verify_folder(
     """
     transformers = load("transformers", "convert with --no-verify")
     ids = sample_ids(config, tokenizer)
-    stored = next(iter(tensors.values())).dtype
-    exact = _logits(_model_in(torch.float64, config, tensors), ids)
-    comparisons, samples = [], ("", "")
-    for dtype in dict.fromkeys((torch.float32, stored)):
-        ours, theirs = _model_in(dtype, config, tensors), reload(transformers, folder, dtype)
-        routed = bool(config.moe.num_experts) and dtype != torch.float32
-        comparisons.append(_compare(dtype, exact, _logits(ours, ids), _their_logits(theirs, ids), routed=routed))
-        if dtype == torch.float32:
-            samples = _samples(ours, theirs, config, tokenizer, comparisons[0].bound)
+    exact = our_logits(config, read, ids, torch.float64)
+    comparisons = []
+    with Folder(folder) as tensors:
+        theirs = their_model(transformers, folder, tensors)
+        for dtype in dict.fromkeys((torch.float32, stored)):
+            routed = bool(config.moe.num_experts) and dtype != torch.float32
+            ours = our_logits(config, read, ids, dtype)
+            comparisons.append(_compare(dtype, exact, ours, theirs.logits(ids, dtype), routed=routed))
     differing, kind = _differing_texts(transformers, folder, tokenizer) if tokenizer else ((), "")
-    return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, *samples, kind)
+    return Report(tuple(comparisons), len(TEXTS) if tokenizer else 0, differing, kind)
 
 
 def sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor:
@@ -141,34 +132,18 @@ def sample_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> torch.Tensor
     return torch.tensor([ids[:limit]])
 
 
-def reload(transformers: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder, ready to run.
+def their_model(transformers: Any, folder: Path, tensors: Folder) -> TheirModel:
+    """transformers' model of a folder.
 
     Raises:
-        CheckpointError: it cannot load it.
+        CheckpointError: it cannot read the configuration, or layers are missing.
     """
-    transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the package raises of every kind
         line = (str(error).strip().splitlines() or ["no message"])[0]
         raise CheckpointError(f"{folder}: transformers cannot load it: {type(error).__name__}: {line}") from error
-    return model.eval()
-
-
-def _model_in(dtype: torch.dtype, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Decoder:
-    return build_model(config, in_dtype(tensors, dtype))
-
-
-@torch.inference_mode()
-def _logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """[S, V] in fp64."""
-    return model(ids)[0].double()
-
-
-@torch.inference_mode()
-def _their_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids).logits[0].double()
+    return TheirModel(transformers, config, tensors, tensors.shape)
 
 
 def _compare(
@@ -203,33 +178,6 @@ def logit_bound(exact: torch.Tensor, ours: torch.Tensor, *, routed: bool = False
     """
     own = _largest(ours - exact, routed)
     return _SAFETY * (own + exact.shape[0] * _UNIT * float(exact.abs().max()))
-
-
-@torch.inference_mode()
-def _samples(
-    ours: Decoder, theirs: Any, config: ModelConfig, tokenizer: Tokenizer | None, bound: float
-) -> tuple[str, str]:
-    """Greedy continuations by both; to part where the two likeliest tokens tie within `bound` is no difference."""
-    prompt = (tokenizer.encode(PROMPT) if tokenizer else []) or [1]
-    prompt = prompt[: config.max_sequence_length - 1]
-    new = min(_NEW_TOKENS, config.max_sequence_length - len(prompt))
-    (mine,) = generate(ours, [prompt], max_new_tokens=new)
-    ids = torch.tensor([prompt])
-    theirs.generation_config.eos_token_id = None  # ours does not stop there either
-    answer = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, use_cache=True
-    )
-    other = answer[0, len(prompt) :].tolist()
-    parting = next((at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
-    if parting is not None:
-        top = ours(torch.tensor([[*prompt, *mine[:parting]]]))[0, -1].topk(2).values
-        if float(top[0] - top[1]) <= 2 * bound:
-            other = mine
-    return _text(tokenizer, mine), _text(tokenizer, other)
-
-
-def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
 
 def _differing_texts(transformers: Any, folder: Path, tokenizer: Tokenizer) -> tuple[tuple[str, ...], str]:

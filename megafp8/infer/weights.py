@@ -155,11 +155,12 @@ def build_model(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, dev
     """
     model = check_weights(config, tensors)
     for name, tensor in tensors.items():
-        _place(model, name, tensor.to(device))
+        place_weight(model, name, tensor.to(device))
     return model.eval()
 
 
-def _place(model: Decoder, name: str, value: torch.Tensor) -> None:
+def place_weight(model: Decoder, name: str, value: torch.Tensor) -> None:
+    """Put a tensor into a model as it is, for inference."""
     place, _, leaf = name.rpartition(".")
     module = model.get_submodule(place)
     is_buffer = leaf in module._buffers
@@ -210,7 +211,7 @@ def load_model(
             tensor = reader.read(stored_name(name), dtype if name in layouts else None)
             if name in layouts and mesh.world > 1:
                 tensor = tensor[layouts[name].local_slices(mesh)].clone()
-            _place(model, name, tensor.to(device))
+            place_weight(model, name, tensor.to(device))
         _load_scales(path, model, reader, meta, precision)
     length = meta["config"].get("data", {}).get("sequence_length", config.max_sequence_length)
     marks = Marks.of(meta.get("tokenizer") or {})

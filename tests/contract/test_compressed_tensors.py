@@ -8,14 +8,14 @@ class, so logits are compared exactly. `pip install compressed-tensors` (0.20.1 
 import pytest
 import torch
 
+from megafp8.convert.by_layer import our_logits
 from megafp8.convert.fp8_folder import Options, to_quantized
-from megafp8.convert.fp8_inputs import rounded_inputs
+from megafp8.convert.fp8_inputs import Inputs
 from megafp8.convert.fp8_read import read_quantized
-from megafp8.convert.fp8_verify import _as_ours, _served
+from megafp8.convert.fp8_verify import as_ours, decoded_model
 from megafp8.convert.source import open_source
 from megafp8.convert.verify_hf import logit_bound, sample_ids
 from megafp8.data.tokenizer import load_tokenizer
-from megafp8.infer.weights import build_model, in_dtype
 from tests.unit.convert.test_quantized import MODELS
 from tests.unit.infer.models import save_model
 
@@ -42,16 +42,15 @@ def test_the_package_reads_what_we_wrote(made):
     decoded = read_quantized(out)
     with open_source(source) as model:
         ids = sample_ids(model.config, load_tokenizer(model.tokenizer()))
-        ours = _as_ours(decoded, model)
-        dtypes = (torch.float32, torch.float64)
-        mine, exact = (build_model(model.config, in_dtype(ours, dtype))(ids)[0].double() for dtype in dtypes)
+        read = as_ours(decoded, model.config)
+        mine, exact = (our_logits(model.config, read, ids, dtype) for dtype in (torch.float32, torch.float64))
         bound = logit_bound(exact, mine)
     dense = transformers.CompressedTensorsConfig(dequantize=True)
-    theirs = load(out, quantization_config=dense)(ids).logits
-    assert float((theirs[0].double() - mine).abs().max()) <= bound
-    with _served(transformers, out, decoded) as plain:
-        assert torch.equal(theirs, plain(ids).logits)
-        if name in ("mixtral", "qwen3_moe", "deepseek"):
-            return  # without dequantize=True the package leaves fused experts as codes, and scales 4-d inputs as one
-        with rounded_inputs(plain, decoded):
-            assert torch.equal(load(out)(ids).logits, plain(ids).logits)  # inputs rounded, a scale for each token
+    theirs = load(out, quantization_config=dense)(ids).logits[0].double()
+    assert float((theirs - mine).abs().max()) <= bound
+    plain = decoded_model(transformers, decoded)
+    assert torch.equal(theirs, plain.logits(ids, torch.float32))
+    if name in ("mixtral", "qwen3_moe", "deepseek"):
+        return  # without dequantize=True the package leaves fused experts as codes, and scales 4-d inputs as one
+    rounded = plain.logits(ids, torch.float32, Inputs(decoded).within)  # a scale for each token
+    assert torch.equal(load(out)(ids).logits[0].double(), rounded)

@@ -32,9 +32,8 @@ assert transformers.__version__.startswith("4.57"), transformers.__version__
 found = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     (source,) = (folder / "run").iterdir()
-    report = verify_folder(
-        folder / "hf", model_config(source), weights(source, torch.bfloat16), load_tokenizer("bytes")
-    )
+    read = weights(source, torch.bfloat16).__getitem__
+    report = verify_folder(folder / "hf", model_config(source), read, torch.bfloat16, load_tokenizer("bytes"))
     found[folder.name] = report.problems
 print(json.dumps(found))
 """

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from megafp8.convert import fp8_weights
 from megafp8.convert.folder import RECORD_NAME
 from megafp8.convert.fp8_folder import SCHEMES, Options, to_quantized
-from megafp8.convert.fp8_inputs import watch_inputs
+from megafp8.convert.fp8_inputs import Inputs
 from megafp8.convert.fp8_read import read_quantized
-from megafp8.convert.fp8_verify import _served, verify_quantized
+from megafp8.convert.fp8_verify import decoded_model, verify_quantized
 from megafp8.convert.scales import Calibration
 from megafp8.convert.source import open_source
 from megafp8.convert.tensor_files import bytes_of
@@ -224,13 +224,13 @@ def test_an_expert_that_no_token_reaches_has_the_scale_of_the_others(tmp_path, c
     with open_source(source) as model:
         ids = sample_ids(model.config, load_tokenizer(model.tokenizer()))
     decoded = read_quantized(out)
-    with _served(pytest.importorskip("transformers"), out, decoded) as served, torch.inference_mode():
-        served.model.layers[1].mlp.gate.e_score_correction_bias[2] = -100.0
-        problems: list[str] = []
-        watch_inputs(served, decoded, ids, problems)
-        assert not problems
-        decoded.input_scales["model.layers.1.mlp.experts.2.down_proj"] *= 1.5
-        watch_inputs(served, decoded, ids, problems)
+    bias = torch.tensor([0.0, 0.0, -100.0, 0.0])
+    decoded.tensors.made["model.layers.1.mlp.gate.e_score_correction_bias"] = lambda: bias
+    inputs = Inputs(decoded)
+    decoded_model(pytest.importorskip("transformers"), decoded).logits(ids, torch.float32, inputs.within)
+    assert not inputs.problems()
+    decoded.input_scales["model.layers.1.mlp.experts.2.down_proj"] *= 1.5
+    problems = inputs.problems()
     assert len(problems) == 1 and "experts.2.down_proj: no text reached it" in problems[0]
 
 

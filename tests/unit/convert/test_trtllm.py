@@ -112,7 +112,7 @@ def converted(tmp_path_factory, corpus):
 
 def verify(source, folder):
     with open_source(source) as model:
-        return verify_decoded(folder, read_ranks(folder), model, model.tokenizer(), lambda _: None)
+        return verify_decoded(read_ranks(folder), model, model.tokenizer(), lambda _: None)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
