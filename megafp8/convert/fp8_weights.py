@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megafp8.fp8.blocks import decode_blocks, quantize_blocks
-from megafp8.fp8.formats import E2M1, E4M3, UE4M3, cast, table
+from megafp8.fp8.formats import E2M1, E4M3, UE4M3, table
 from megafp8.fp8.recipe import TensorSpec, amax_of, scale_from_amax
 
 Tensor = torch.Tensor
@@ -72,7 +72,7 @@ def quantize_fused(
         input_amax: of what they are multiplied with; needed by the schemes that store it.
         beside: other weights that readers fuse with these, which share their scale and are stored elsewhere.
     """
-    amax = max(float(amax_of(chunk)) for weight in (*weights, *beside) for chunk in _chunks(weight))
+    amax = max(_amax(chunk) for weight in (*weights, *beside) for chunk in _chunks(weight))
     stored: list[Tensor] = []
     square_error = square = 0.0
     for weight in weights:
@@ -89,6 +89,12 @@ def quantize_fused(
         "input_amax": input_amax,
     }
     return stored, note
+
+
+def _amax(chunk: Tensor) -> float:
+    """As `amax_of`, in one pass where there is no NaN: 0.2 instead of 4 ns a value."""
+    low, high = (float(end) for end in chunk.aminmax())
+    return max(-low, high) if low == low else float(amax_of(chunk))
 
 
 def _chunks(weight: Tensor) -> Sequence[Tensor]:
@@ -112,10 +118,17 @@ def _quantize(scheme: Scheme, weight: Tensor, amax: Tensor) -> tuple[list[Tensor
     codes, at = torch.empty(first.shape, dtype=first.dtype), 0
     scales: list[Tensor] = []
     square_error = square = 0.0
+    blocks = scheme in ("nvfp4", "fp8-block")
+    scratch = None if blocks else _Scratch(_chunks(weight)[0])
     for chunk in _chunks(weight):
-        made, scale, back = _quantize_chunk(scheme, chunk, amax)
-        codes[at : at + len(made)] = made
-        at += len(made)
+        place = codes[at : at + len(chunk)]
+        at += len(chunk)
+        if scratch is None:
+            scale, back = _quantize_blocks(scheme, chunk, amax, place)
+        else:
+            scale = scale_from_amax(amax if scheme == "fp8" else chunk.abs().amax(1, keepdim=True), E4M3_MAX)
+            back = scratch.quantize(chunk, scale, place)
+            scale = 1.0 / scale
         scales.append(scale)
         square_error += _square(back.sub_(chunk))
         square += _square(chunk)
@@ -128,17 +141,29 @@ def _quantize(scheme: Scheme, weight: Tensor, amax: Tensor) -> tuple[list[Tensor
     return found, (square_error, square)
 
 
-def _quantize_chunk(scheme: Scheme, weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales of their own, and what they decode to (fp32)."""
-    if scheme in ("fp8", "fp8-channel"):
-        scale = scale_from_amax(amax if scheme == "fp8" else weight.abs().amax(1, keepdim=True), E4M3_MAX)
-        codes, inverse = cast(weight * scale, E4M3), 1.0 / scale
-        # torch's own cast from FP8 takes five times as long as a look at the table
-        values = table(E4M3).index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
-        return codes, inverse, values.mul_(inverse)
+def _quantize_blocks(scheme: Scheme, chunk: Tensor, amax: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill `codes`; the scales of blocks, and what they decode to (fp32)."""
     spec = _NVFP4 if scheme == "nvfp4" else _BLOCK
-    made = quantize_blocks(weight, spec, tensor_amax=amax if scheme == "nvfp4" else None)
-    return made.codes, made.scale_inv, decode_blocks(made.codes, made.scale_inv, made.tensor_amax, spec)
+    made = quantize_blocks(chunk, spec, tensor_amax=amax if scheme == "nvfp4" else None)
+    codes.copy_(made.codes)
+    return made.scale_inv, decode_blocks(made.codes, made.scale_inv, made.tensor_amax, spec)
+
+
+class _Scratch:
+    """Room for the chunks of one weight: new memory for each would cost more than what is done in it."""
+
+    def __init__(self, largest: Tensor) -> None:
+        self._values = torch.empty(largest.shape)
+        self._numbers = torch.empty(largest.numel(), dtype=torch.int32)
+
+    def quantize(self, chunk: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+        """Fill `codes` as `formats.cast(chunk * scale, E4M3)`; what they decode to (fp32), until the next call."""
+        values, numbers = self._values[: len(chunk)], self._numbers[: chunk.numel()]
+        codes.copy_(torch.mul(chunk, scale, out=values).clamp_(-E4M3_MAX, E4M3_MAX))
+        # torch's own cast from FP8 takes five times as long as a look at the table
+        numbers.copy_(codes.view(torch.uint8).view(-1))
+        torch.index_select(table(E4M3), 0, numbers, out=values.view(-1))
+        return values.mul_(1.0 / scale)
 
 
 def _square(x: Tensor) -> float:

@@ -19,6 +19,7 @@ from megafp8.convert.tensor_files import bytes_of
 from megafp8.convert.verify_hf import sample_ids
 from megafp8.core.errors import CheckpointError, ConfigError
 from megafp8.data.tokenizer import load_tokenizer
+from megafp8.fp8.formats import E4M3, cast
 from tests.unit.infer.models import config_of, save_model
 
 pytest.importorskip("transformers")
@@ -120,6 +121,17 @@ def test_latent_attention(tmp_path, corpus):
 def test_no_reader_takes_gpt_as_compressed_tensors(tmp_path, corpus):
     with pytest.raises(ConfigError, match="Conv1D.*nearest: --to modelopt"):
         convert(tmp_path, MODELS["gpt"], corpus, "compressed-tensors")
+
+
+def test_codes_are_those_of_the_definition():
+    weight = torch.randn(300, 160)
+    for scheme, amax in (("fp8", weight.abs().max()), ("fp8-channel", weight.abs().amax(1, keepdim=True))):
+        (codes, inverse, *_), note = fp8_weights.quantize_fused(scheme, [weight], 2.0)
+        assert bytes(bytes_of(codes)) == bytes(bytes_of(cast(weight * (448 / amax), E4M3)))
+        error = codes.float() * inverse - weight
+        assert note["mse"] == pytest.approx(float(error.square().mean()), rel=1e-4)
+    weight[3, 5] = float("nan")  # no amax sees it
+    assert fp8_weights.quantize_fused("fp8", [weight], 2.0)[1]["weight_amax"] == float(weight.nan_to_num().abs().max())
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block", "nvfp4"])
