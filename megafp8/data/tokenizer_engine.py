@@ -4,12 +4,13 @@ The reference (sentencepiece, tokenizers) stays the definition, and the engine i
 
 - at the start both encode the same few thousand texts; any difference, and the engine is not used;
 - a text that spells a control piece (`</s>`, `<|endoftext|>`) goes to the reference, which takes it as text, where
-  the engine would give the control id; so does a text whose ids hold a control id all the same;
+  the engine would give the control id; so does a text whose ids hold a control id all the same, and one with a
+  character that only newer versions of Unicode know, where a regular expression over Unicode's classes cuts texts;
 - while it runs, one text in 256, chosen by its hash, is encoded by both; a difference is an error by which the
   caller encodes all of its work again by the reference, so that the outcome does not depend on who met it when.
 
 The engine remembers every word that it meets, and never forgets: 0.6 to 2 MB of memory for each MB of new text. So it
-is loaded anew after 64 million characters, which costs 0.06 seconds of about two.
+is loaded anew after 64 MiB of text, which costs 0.06 seconds of about two.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from megafp8.core.log import event, get_logger
 from megafp8.data.marks import ENDS_ONLY, Marks
 from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megafp8.data.tokenizer_ranks import TiktokenTokenizer
+from megafp8.data.unsettled import is_unsettled
 
 _log = get_logger(__name__)
 _CHECKED_EVERY = 256
-_RENEWED_EVERY = 1 << 26  # characters
+_RENEWED_EVERY = 1 << 26  # bytes of text
 _SCHEMES = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"}  # tiktoken's: ours
 _PROBES = 3000
 _FIXED_PROBES = (
@@ -55,10 +57,15 @@ class EngineMismatchError(DataError):
 
 @dataclass(frozen=True)
 class _Controls:
-    """Of one tokenizer: pieces that a text must not become by spelling them, and their ids."""
+    """Of one tokenizer: pieces that a text must not become by spelling them, and their ids.
+
+    Attributes:
+        by_classes: texts are cut by Unicode's classes of characters.
+    """
 
     pieces: frozenset[str]
     ids: frozenset[int]
+    by_classes: bool = True
 
     def guard(self) -> re.Pattern[str]:
         """Finds any of the pieces; what finds nothing, if there is none."""
@@ -75,10 +82,10 @@ class FastTokenizer:
 
     def __init__(self, reference: Tokenizer, make: Callable[[], Any], controls: _Controls, engine_name: str) -> None:
         self.reference, self._make, self.engine_name = reference, make, engine_name
-        self._engine, self._characters = make(), 0
+        self._engine, self._bytes = make(), 0
         self.kind, self.fingerprint = reference.kind, reference.fingerprint
         self.vocab_size, self.eod_id, self.bos_id = reference.vocab_size, reference.eod_id, reference.bos_id
-        self._guard = controls.guard()
+        self._guard, self._by_classes = controls.guard(), controls.by_classes
         self._is_control = np.zeros(reference.vocab_size, np.bool_)
         self._is_control[list(controls.ids)] = True
 
@@ -105,21 +112,24 @@ class FastTokenizer:
         Raises:
             EngineMismatchError: a text that was encoded by both has other ids.
         """
+        encoded = [text.encode("utf-8") for text in texts]
         guarded = {number for number, text in enumerate(texts) if self._guard.search(text)}
-        ids, offsets = self._run(["" if number in guarded else text for number, text in enumerate(texts)])
+        if self._by_classes:
+            guarded.update(number for number, data in enumerate(encoded) if is_unsettled(data))
+        ids, offsets = self._run([b"" if number in guarded else data for number, data in enumerate(encoded)])
         if (found := np.flatnonzero(self._is_control[ids])).size:
             guarded.update((np.searchsorted(offsets, found, side="right") - 1).tolist())
         for number, text in enumerate(texts):
-            if number not in guarded and _is_checked(text):
+            if number not in guarded and _is_checked(encoded[number]):
                 self._compare(text, ids[offsets[number] : offsets[number + 1]])
         return self._with_reference(texts, sorted(guarded), ids, offsets)
 
-    def _run(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _run(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """(ids, offsets) of what the engine gives."""
         try:
-            if self._characters > _RENEWED_EVERY:
-                self._engine, self._characters = self._make(), 0
-            self._characters += sum(map(len, texts))
+            if self._bytes > _RENEWED_EVERY:
+                self._engine, self._bytes = self._make(), 0
+            self._bytes += sum(map(len, texts))
             layout = self._engine.encode_batch(texts, parallel=False).layout  # processes share the work, not threads
             ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
         except BaseException as error:  # its panics are no Exception
@@ -234,9 +244,9 @@ def encode_documents(
     return out, lengths
 
 
-def _is_checked(text: str) -> bool:
+def _is_checked(data: bytes) -> bool:
     """One text in 256, always the same ones, by the hash of their beginning."""
-    return xxhash.xxh3_64_intdigest(text[:256].encode("utf-8", "surrogatepass")) % _CHECKED_EVERY == 0
+    return xxhash.xxh3_64_intdigest(data[:256]) % _CHECKED_EVERY == 0
 
 
 def _piece_controls(reference: SentencePieceTokenizer) -> _Controls:
@@ -248,7 +258,7 @@ def _piece_controls(reference: SentencePieceTokenizer) -> _Controls:
     odd = [(i, one) for i, one in enumerate(model.pieces) if one.type != types.NORMAL]
     never = (types.CONTROL, types.UNKNOWN, types.UNUSED)
     ids = frozenset(i for i, one in odd if one.type in never)
-    return _Controls(frozenset(one.piece for _, one in odd) - {""}, ids)
+    return _Controls(frozenset(one.piece for _, one in odd) - {""}, ids, by_classes=False)
 
 
 def _added_controls(reference: HuggingFaceTokenizer) -> _Controls:

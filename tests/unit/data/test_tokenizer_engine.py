@@ -137,12 +137,12 @@ class _Wrong:
     """An engine that is wrong for texts with a word in them, or dies of it."""
 
     def __init__(self, engine: Any, word: str, *, dies: bool = False) -> None:
-        self.engine, self.word, self.dies = engine, word, dies
+        self.engine, self.word, self.dies = engine, word.encode(), dies
 
-    def encode_batch(self, texts: list[str], *, parallel: bool) -> Any:
+    def encode_batch(self, texts: list[bytes], *, parallel: bool) -> Any:
         if self.dies and any(self.word in text for text in texts):
             raise BaseException("panicked")  # as pyo3's PanicException
-        return self.engine.encode_batch([text.replace(self.word, "") for text in texts], parallel=parallel)
+        return self.engine.encode_batch([text.replace(self.word, b"") for text in texts], parallel=parallel)
 
 
 def _wrong(make: Callable[..., Any], word: str, **how: bool) -> Callable[..., Any]:
@@ -171,6 +171,33 @@ def test_wrong_engine_is_found_on_the_way(reference: Tokenizer) -> None:
     with pytest.raises(EngineMismatchError, match="other ids"):
         tokenizer.encode_flat(texts)
     assert len(tokenizer.encode_flat(["no stripes"] * 2000)[1]) == 2000
+
+
+def by_classes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """A tokenizer that cuts as Llama 3's does, whose ids show whether "?_fox" was cut before or behind "_"."""
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS, *["_fox _fox"] * 20])
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return load_tokenizer(huggingface_json(folder, regex=rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{words}"))
+
+
+def test_letters_that_only_newer_versions_of_unicode_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = by_classes(tmp_path, monkeypatch)
+    tokenizer = fast(reference)
+    assert isinstance(tokenizer, FastTokenizer), "the probes hold such characters"
+    texts = [f"{chr(code)}_fox" for code in (0x1C8A, 0xA7CB, 0xA7DA, 0x10D4A, 0x31350, 0x323B0, 0x324BF)]
+    assert_same(tokenizer, reference, texts)
+    monkeypatch.setattr(tokenizer_engine, "is_unsettled", lambda data: False)
+    with pytest.raises(EngineMismatchError):
+        tokenizer.prove(texts)
+
+
+@pytest.mark.slow
+def test_every_character_of_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = by_classes(tmp_path, monkeypatch)
+    tokenizer = fast(reference)
+    assert isinstance(tokenizer, FastTokenizer)
+    codes = [code for code in [*range(0x40000), *range(0xE0000, 0xE0200)] if not 0xD800 <= code < 0xE000]
+    tokenizer.prove([f"fox{chr(code)}_fox 1{chr(code)}2" for code in codes])
 
 
 def test_the_engine_forgets(reference: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
