@@ -46,9 +46,12 @@ def free_memory() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit, used = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
-        if limit != "max":
-            found.append(max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # another system, or no control group
+        limit, used, stat = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii").strip()
+                             for name in ("max", "current", "stat"))  # fmt: skip
+        if limit != "max":  # pages of files count as used, and go when their place is needed
+            values = dict(line.split() for line in stat.splitlines())
+            files = int(values["inactive_file"]) + int(values["active_file"])
+            found.append(max(0, int(limit) - int(used) + files))
+    except (OSError, ValueError, KeyError):  # another system, or no control group
         pass
     return min(found, default=None)
