@@ -34,7 +34,7 @@ from megafp8.corpus.train_tokenizer import train
 from megafp8.data.indexed_writer import checksum_file
 
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-_PARTS = 16  # files
+_PARTS = 48  # files
 _PIECES = 32_000
 # the split of Llama 3's tokenizer, as its tokenizer.json has it
 _SPLIT = (
