@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -84,7 +85,10 @@ class Contender:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise SystemExit(f"a contender stopped: {' '.join(self._words)}")
+                how = f"with exit code {process.wait()}"
+                if process.returncode == -signal.SIGKILL:
+                    how = "killed, most likely out of memory: all contenders are there at once, run fewer with --only"
+                raise SystemExit(f"a contender stopped {how}: {' '.join(self._words)}")
             answers.append(json.loads(line))
         return answers
 
