@@ -195,13 +195,19 @@ def verify(source, folder):
         return verify_quantized(folder, model, model.tokenizer(), lambda _: None)
 
 
+def injured(out, folder, fault):
+    """A copy of a converted folder with a fault in its tensors."""
+    shutil.copytree(out, folder)
+    stored = load_file(folder / "model.safetensors")
+    fault(stored)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_seen(tmp_path, converted, fault):
     source, out = converted
-    folder = shutil.copytree(out, tmp_path / "out")
-    stored = load_file(folder / "model.safetensors")
-    FAULTS[fault](stored)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = injured(out, tmp_path / "out", FAULTS[fault])
     with pytest.raises(CheckpointError):
         verify(source, folder)
 
@@ -223,10 +229,7 @@ def mixture(tmp_path_factory, corpus):
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)
 def test_each_fault_of_experts_is_seen(tmp_path, mixture, fault):
     source, out = mixture
-    folder = shutil.copytree(out, tmp_path / "out")
-    stored = load_file(folder / "model.safetensors")
-    EXPERT_FAULTS[fault](stored)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = injured(out, tmp_path / "out", EXPERT_FAULTS[fault])
     with pytest.raises(CheckpointError, match="experts"):
         verify(source, folder)
 

@@ -27,6 +27,7 @@ from megafp8.corpus import compressed, shards, tokenizer_check
 from megafp8.corpus.dedup import exact
 from megafp8.corpus.documents import Document
 from megafp8.corpus.parts import read_lines, read_part
+from megafp8.corpus.readers import stream_records
 from megafp8.corpus.run import preprocess
 from megafp8.corpus.steps.length import Length
 from megafp8.corpus.tasks import Work
@@ -219,23 +220,23 @@ def test_a_panic_costs_a_document_or_a_task(config: Callable, monkeypatch: pytes
         preprocess(config("out", [{"kind": "exact"}], **BYTES))
 
 
+def without_part_1(path: str, *rest: Any) -> Any:
+    """`stream_records`, but for a file that cannot be read."""
+    if path.endswith("part-1.jsonl"):
+        raise RuntimeError("a segment fault of a library")
+    return stream_records(path, *rest)
+
+
 def test_what_can_be_made_without_a_task_is_made(
     config: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two files cannot be read: the other one's signatures, or tokens, are there, and the run says so."""
-    records = shards.stream_records
-
-    def fail(path: str, *rest: Any) -> Any:
-        if path.endswith("part-1.jsonl"):
-            raise RuntimeError("a segment fault of a library")
-        return records(path, *rest)
-
     executor = {"shard_bytes": 2000, "retries": 0}
     (text / "part-0.jsonl").write_bytes(gzip.compress((text / "part-0.jsonl").read_bytes(), mtime=0))  # not cut
     (text / "part-1.jsonl").write_bytes(gzip.compress((text / "part-1.jsonl").read_bytes(), mtime=0))
     for name, steps, last in (("a", [], ["check", "tokenize"]), ("b", [{"kind": "exact"}], ["check", "signatures"])):
         with monkeypatch.context() as patch, pytest.raises(ResourceError, match="1 tasks were set aside.*part-1.*stay"):
-            patch.setattr(shards, "stream_records", fail)
+            patch.setattr(shards, "stream_records", without_part_1)
             preprocess(config(name, steps, **BYTES, executor=executor))
         log = lines_of(tmp_path / name / "stages" / "log.jsonl")
         found = [(entry["event"], entry["stage"]) for entry in log]
@@ -248,16 +249,9 @@ def test_a_shard_that_cannot_be_read_stops_no_other(
     config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor where tokens are made right from the input, and the check before that meets it first."""
-    records = shards.stream_records
-
-    def fail(path: str, *rest: Any) -> Any:
-        if path.endswith("part-1.jsonl"):
-            raise RuntimeError("a segment fault of a library")
-        return records(path, *rest)
-
     executor = {"shard_bytes": 40_000, "retries": 0}
     with monkeypatch.context() as patch, pytest.raises(ResourceError, match="set aside.*part-1.*stay"):
-        patch.setattr(shards, "stream_records", fail)
+        patch.setattr(shards, "stream_records", without_part_1)
         preprocess(config(**BYTES, executor=executor))
     found = [entry for entry in lines_of(tmp_path / "out" / "stages" / "log.jsonl") if entry["stage"] == "tokenize"]
     assert {(entry["event"], "part-1" in entry["name"]) for entry in found} == {("done", False), ("set aside", True)}
