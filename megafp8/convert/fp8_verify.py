@@ -21,7 +21,7 @@ from megafp8.convert.fp8_inputs import CLIPPED, E4M3_MAX, SMALLEST, Inputs, as_s
 from megafp8.convert.fp8_read import Decoded, Lazy, read_quantized
 from megafp8.convert.optional import load
 from megafp8.convert.source import Source, unrounded
-from megafp8.convert.verify_hf import logit_bound, sample_ids
+from megafp8.convert.verify_hf import largest_of, logit_bound, sample_ids
 from megafp8.core.errors import CheckpointError
 from megafp8.core.jsonio import write_json
 from megafp8.data.tokenizer import load_tokenizer
@@ -56,8 +56,7 @@ def verify_decoded(decoded: Decoded, source: Source, spec: str, say: Callable[[s
     reference = our_logits(source.config, lambda name: source.read(name, torch.float32), ids, torch.float32)
     exact, mine = (our_logits(source.config, decode, ids, dtype) for dtype in (torch.float64, torch.float32))
     plain = theirs.logits(ids, torch.float32)
-    bound, rows = logit_bound(exact, mine, routed=routed), (mine - plain).abs().amax(-1)
-    largest = float(rows.median() if routed else rows.max())
+    bound, largest = logit_bound(exact, mine, routed=routed), largest_of(mine - plain, routed)
     if not largest <= bound:
         problems.append(f"logits of the decoded weights: transformers' differ by {largest:.3g} (bound {bound:.3g})")
     quantized = theirs.logits(ids, torch.float32, inputs.within) if decoded.steps else plain

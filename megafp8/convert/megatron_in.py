@@ -7,12 +7,9 @@ are then read here as plain bytes.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -26,7 +23,7 @@ from megafp8.checkpoint.folders import candidates
 from megafp8.convert.checkpoint_out import write_checkpoint
 from megafp8.convert.megatron_config import config_from_arguments
 from megafp8.convert.source import Source
-from megafp8.convert.tensor_files import Stored, read_header, read_tensor
+from megafp8.convert.tensor_files import OpenFiles, Stored, read_header, read_tensor
 from megafp8.core.config import build, load_toml, to_dict
 from megafp8.core.errors import CheckpointError, ConfigError, DataError, ResourceError
 from megafp8.data.tokenizer import identity, load_tokenizer
@@ -142,12 +139,10 @@ class MegatronFolder(Source):
             self._check_shape(name)
         files = sorted(path for path in self.path.iterdir() if path.is_file())
         self.fingerprint = repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files])
-        self._files: dict[str, int] = {}
-        self._opening = threading.Lock()
-        self._close = ExitStack()
+        self._files = OpenFiles(self.path)
 
     def __exit__(self, *_: object) -> None:
-        self._close.close()
+        self._files.close()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole tensor on the CPU by our name, in `dtype` (None: as stored).
@@ -186,18 +181,8 @@ class MegatronFolder(Source):
         first += sum((b - o) * stride for b, o, stride in zip(low, offsets, strides, strict=True))
         span = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
         stored = Stored(dtype, (span,), chunk.start + first * dtype.itemsize, span * dtype.itemsize)
-        flat = read_tensor(self._file(chunk.file), stored, torch.empty(span, dtype=dtype), self.path / chunk.file)
+        flat = self._files.read(chunk.file, stored, torch.empty(span, dtype=dtype))
         return flat.as_strided(sizes, strides)
-
-    def _file(self, name: str) -> int:
-        with self._opening:
-            if name not in self._files:
-                try:
-                    self._files[name] = os.open(self.path / name, os.O_RDONLY)
-                except OSError as error:
-                    raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror or error}") from error
-                self._close.callback(os.close, self._files[name])
-        return self._files[name]
 
     def _place(self, name: str) -> Place:
         module, _, part = name.rpartition(".")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 from megafp8.checkpoint import TensorReader, find
 from megafp8.checkpoint.manifest import MANIFEST_NAME
 from megafp8.convert.hf_files import list_weights, read_config
-from megafp8.convert.tensor_files import read_tensor
+from megafp8.convert.tensor_files import OpenFiles
 from megafp8.core.errors import CheckpointError
 from megafp8.core.jsonio import sha256_file
 from megafp8.infer.weights import BALANCE, MASTER, check_shapes, model_config, tokenizer_path, weight_shapes
@@ -154,9 +151,7 @@ class HuggingFaceFolder(Source):
             self.fp32 = frozenset(name for name, dtype in self.dtypes.items() if dtype == torch.float32)
         check_shapes(weight_shapes(self.config), self.shapes)
         self.fingerprint = self._fingerprint()
-        self._files: dict[str, int] = {}
-        self._opening = threading.Lock()
-        self._close = ExitStack()
+        self._files = OpenFiles(path)
 
     def _fingerprint(self) -> str:
         """Of names, sizes and times of its files: to hash the weights would cost as much as to convert them."""
@@ -165,7 +160,7 @@ class HuggingFaceFolder(Source):
         return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()])
 
     def __exit__(self, *_: object) -> None:
-        self._close.close()
+        self._files.close()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole tensor on the CPU by our name, in `dtype` (None: as stored).
@@ -193,14 +188,7 @@ class HuggingFaceFolder(Source):
 
     def _read(self, name: str, out: torch.Tensor) -> torch.Tensor:
         file, stored = self._stored[name]
-        with self._opening:
-            if file not in self._files:
-                try:
-                    self._files[file] = os.open(self.path / file, os.O_RDONLY)
-                except OSError as error:
-                    raise CheckpointError(f"{self.path / file}: cannot be read: {error.strerror or error}") from error
-                self._close.callback(os.close, self._files[file])
-        return read_tensor(self._files[file], stored, out, self.path / file)
+        return self._files.read(file, stored, out)
 
     def _shape(self, rule: Rule) -> tuple[int, ...]:
         shapes = [self._stored[name][1].shape for name in rule.theirs]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,36 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     bytes: int
+
+
+class OpenFiles:
+    """Files of a folder, each opened when it is first read from and kept open; for any number of threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[str, int] = {}
+        self._opening = threading.Lock()
+        self._opened = ExitStack()
+
+    def read(self, name: str, stored: Stored, out: torch.Tensor) -> torch.Tensor:
+        """`read_tensor` of a file.
+
+        Raises:
+            CheckpointError: it cannot be opened or read, or is cut short.
+        """
+        path = self._folder / name
+        with self._opening:
+            if name not in self._fds:
+                try:
+                    self._fds[name] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+                self._opened.callback(os.close, self._fds[name])
+        return read_tensor(self._fds[name], stored, out, path)
+
+    def close(self) -> None:
+        """Close them all."""
+        self._opened.close()
 
 
 def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Stored]]:

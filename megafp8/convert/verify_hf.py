@@ -154,7 +154,7 @@ def _compare(
     log_p, log_q = torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)
     return LogitComparison(
         dtype=str(dtype).removeprefix("torch."),
-        largest=_largest(ours - theirs, routed),
+        largest=largest_of(ours - theirs, routed),
         bound=logit_bound(exact, ours, routed=routed),
         scale=float(exact.abs().max()),
         kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
@@ -162,7 +162,7 @@ def _compare(
     )
 
 
-def _largest(difference: torch.Tensor, half: bool) -> float:
+def largest_of(difference: torch.Tensor, half: bool) -> float:
     """The largest absolute value of [S, V], or of the half of its rows where it is smallest; NaN if any is."""
     rows = difference.abs().amax(-1)
     return float(rows.median() if half and not rows.isnan().any() else rows.max())
@@ -176,7 +176,7 @@ def logit_bound(exact: torch.Tensor, ours: torch.Tensor, *, routed: bool = False
     The factor covers that the largest of S x V errors differs between implementations: up to 2 was measured over the
     families and dtypes of the tests, 10 where the frequencies are rounded otherwise (llama3's rule).
     """
-    own = _largest(ours - exact, routed)
+    own = largest_of(ours - exact, routed)
     return _SAFETY * (own + exact.shape[0] * _UNIT * float(exact.abs().max()))
 
 

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from megafp8.core.config import to_dict
-from megafp8.corpus.compressed import is_plain
 from megafp8.corpus.config import CorpusConfig
 from megafp8.corpus.global_steps import segments, views_of
 from megafp8.corpus.identity import source_values, training_values
@@ -45,7 +44,9 @@ class Planner:
         if not config.tokenizer.path or config.steps or config.source.kind != "jsonl":
             return False
         files = self._source.files
-        return all(not is_url(one.path) and (one.num_bytes <= size or is_plain(one.path)) for one in files)
+        return all(
+            not is_url(one.path) and (one.num_bytes <= size or is_large(one, config.source, size)) for one in files
+        )
 
     def split_tasks(self) -> dict[str, list[Task]]:
         """For each file that is read by several tasks: the tasks that look for its line ends."""

@@ -185,7 +185,9 @@ class _Run:
             tokenizer_check.probe(self.config.tokenizer.path, self.given, self.config.tokenizer.max_lossy_share)
         if self.given and self.planner.is_one_pass:
             tokenizer, path = self.given, self.config.tokenizer.path
-            pieces = self.tokenize(self.planner.one_pass_tasks(self.cut(), path, tokenizer))
+            tasks = self.planner.one_pass_tasks(self.cut(), path, tokenizer)
+            self.check(tasks)
+            pieces = self.tokenize(tasks)
         else:
             views = self.read()
             spec, tokenizer = self.tokenizer(views)
@@ -293,11 +295,8 @@ class _Run:
 
     def tokenize(self, tasks: Sequence[Task]) -> list[tuple[Task, dict[str, Any]]]:
         """The pieces of both splits, judged."""
-        one_pass = self.planner.is_one_pass
-        if one_pass:
-            self.check(tasks)
         records = self.stages.run("tokenizing", tasks)
-        if one_pass:
+        if self.planner.is_one_pass:
             self._add_read(tasks, records)
         self.stages.stop_if_failed()
         for record in records:
